@@ -1,0 +1,1 @@
+"""The miles command: parse, look up, call."""

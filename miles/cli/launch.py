@@ -1,0 +1,41 @@
+"""`miles launch`."""
+
+import argparse
+import asyncio
+import logging
+import sys
+
+from miles.cli.progress import make_reporter
+from miles.config import build, dump_toml, read_toml
+from miles.errors import ConfigError
+from miles.recipes.compose import launch as launch_run
+from miles.recipes.compose import resume
+from miles.recipes.config import RunConfig, load_recipe
+from miles.runs import RunFolder
+
+__all__ = ["launch"]
+
+
+def launch(options: argparse.Namespace) -> int:
+    """Train, or go on training."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    if options.resume is not None:
+        if options.recipe is not None:
+            raise ConfigError("give either a recipe or --resume RUN: a resumed run keeps its own recipe")
+        folder = RunFolder.open(options.resume)
+        config = build(RunConfig, read_toml(folder.config))
+    elif options.recipe is not None:
+        config = load_recipe(options.recipe, options.overrides)
+    else:
+        raise ConfigError("which recipe? `miles recipe list` shows them")
+    if options.dry_run:
+        print(dump_toml(config), end="")
+        return 0
+    with make_reporter(plain=options.plain) as reporter:
+        try:
+            run = resume(folder, config, reporter) if options.resume is not None else launch_run(config, reporter)
+            asyncio.run(run)
+        except asyncio.CancelledError:
+            return 130
+    return 0
+

@@ -1,0 +1,72 @@
+"""`miles …`: parse, look up, call. Nothing else happens here."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from miles import __version__
+from miles.errors import ConfigError, MilesError
+
+__all__ = ["main", "parser"]
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    top = argparse.ArgumentParser(
+        prog="miles", description="Any environment, any agent harness, any sandbox; one asynchronous RL trainer."
+    )
+    top.add_argument("--version", action="version", version=f"miles {__version__}")
+    commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    launch = commands.add_parser("launch", help="train: miles launch RECIPE [section.key=value …]")
+    launch.add_argument("recipe", nargs="?", help="name of a recipe, or a .toml file")
+    launch.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the recipe's")
+    launch.add_argument("--resume", metavar="RUN", type=Path, help="go on from a run's newest checkpoint")
+    launch.add_argument("--dry-run", action="store_true", help="print the resolved recipe and stop")
+    launch.add_argument("--plain", action="store_true", help="plain lines even on a terminal")
+    launch.set_defaults(call="miles.cli.launch:launch")
+
+    recipe = commands.add_parser("recipe", help="list and show recipes").add_subparsers(dest="what", required=True)
+    recipe.add_parser("list", help="recipes that come with Miles").set_defaults(call="miles.cli.show:recipe_list")
+    show = recipe.add_parser("show", help="a recipe with all its defaults")
+    show.add_argument("recipe")
+    show.set_defaults(call="miles.cli.show:recipe_show")
+
+    runs = commands.add_parser("runs", help="list and show runs").add_subparsers(dest="what", required=True)
+    listed = runs.add_parser("list", help="runs of a folder")
+    shown = runs.add_parser("show", help="one run: config, steps, evaluation, outcomes")
+    shown.add_argument("run", help="a run folder, or its name")
+    for command, call in ((listed, "runs_list"), (shown, "runs_show")):
+        command.add_argument("--root", type=Path, default=Path("runs"), help="folder of runs (default: runs)")
+        command.add_argument("--json", action="store_true", help="machine-readable")
+        command.set_defaults(call=f"miles.cli.show:{call}")
+
+    doctor = commands.add_parser("doctor", help="what works on this machine, and what to install")
+    doctor.add_argument("--json", action="store_true", help="machine-readable")
+    doctor.set_defaults(call="miles.cli.doctor:doctor")
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. 0: done; 1: it failed; 2: the user can mend the command; 130: cancelled."""
+    options = parser().parse_args(argv)
+    module, _, name = options.call.partition(":")
+    import importlib
+
+    call = getattr(importlib.import_module(module), name)
+    try:
+        return int(call(options))
+    except MilesError as error:
+        print(f"miles: {error}", file=sys.stderr)
+        for note in getattr(error, "__notes__", ()):
+            print(f"miles: {note}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""The quickstart's task: follow notes through files of a sandbox to a key that nobody can guess.
+
+The user names a file. The file says either `see NAME` or `key NN`; the agent reads files with its
+shell tool, up to `depth` of them, and must end with `answer NN`. Guessing is right once in a hundred.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+
+from miles.config import Config
+from miles.envs.base import BaseEnv, Demonstration, Taskset
+from miles.sandboxes.base import Sandbox, SandboxSpec
+from miles.sandboxes.shell import SHELL_TOOL
+from miles.types import Env, Message, Score, Task, Transcript
+
+__all__ = ["KEYS", "NAMES", "VaultConfig", "VaultTaskset"]
+
+NAMES = tuple(
+    "amber anvil apple arrow badge basil beach berry birch blaze brick brook cabin camel cedar chalk clock cloud "
+    "coral crane daisy delta diner eagle ember fable ferry flint frost ghost grape hazel honey ivory jewel lemon "
+    "lilac maple night ocean olive pearl piano quilt raven river stone tulip".split()
+)
+KEYS = tuple(f"{number:02d}" for number in range(100))
+
+
+class VaultConfig(Config):
+    """Sizes of the vault taskset."""
+
+    train: int = 4096
+    """Training tasks."""
+    test: int = 200
+    """Held-out tasks."""
+    depth: int = 3
+    """Most files on the way to the key."""
+    seed: int = 0
+    """Which tasks there are."""
+    noise: float = 0.4
+    """How often the demonstrations' expert guesses or opens a wrong file."""
+
+
+class VaultTaskset(Taskset):
+    """Tasks `test/i` and `train/i` never share a random stream."""
+
+    name = "vault"
+    config_class = VaultConfig
+
+    def __init__(self, config: VaultConfig | None = None) -> None:
+        self.config = config or VaultConfig()
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        count = {"train": self.config.train, "test": self.config.test}[split]
+        return [self._task(split, index) for index in range(count)]
+
+    def _task(self, split: str, index: int) -> Task:
+        rng = random.Random(f"{split}/{self.config.seed}/{index}")
+        return _make_task(f"{split}/{index}", split, rng, self.config.depth)
+
+    def vocabulary(self) -> tuple[str, ...]:
+        """Words that a tokenizer made for this taskset should know whole."""
+        missing = _missing("\0").partition("\0")
+        return (*NAMES, *KEYS, "open ", "see ", "key ", "answer ", missing[0], missing[2])
+
+    def env(self, task: Task, sandbox: Sandbox | None) -> Env:
+        return VaultEnv(task)
+
+    def sandbox(self, task: Task) -> SandboxSpec:
+        return SandboxSpec(files={f"/workspace/{name}": text.encode() for name, text in task.data["files"].items()})
+
+    def demonstrations(self, seed: int) -> Iterator[Demonstration]:
+        """An expert that errs: RL has to learn when to look, where, and when to stop."""
+        rng = random.Random(f"demonstrations/{self.config.seed}/{seed}")
+        while True:
+            task = _make_task("demo", "demo", rng, self.config.depth)
+            yield _demonstrate(task, rng, self.config.noise, self.config.depth + 2), (SHELL_TOOL,)
+
+
+class VaultEnv(BaseEnv):
+    """Scores the last text: 1 for the key, else 0."""
+
+    async def score(self, transcript: Transcript) -> Score:
+        right = transcript.final_text.strip() == f"answer {self.task.data['key']}"
+        return Score(reward=float(right), parts={"right": float(right), "turns": float(transcript.turns)})
+
+
+def _make_task(task_id: str, split: str, rng: random.Random, depth: int) -> Task:
+    names = rng.sample(NAMES, rng.randint(1, depth))
+    key = rng.choice(KEYS)
+    files = {name: f"see {following}" for name, following in zip(names, names[1:], strict=False)}
+    files[names[-1]] = f"key {key}"
+    prompt: Message = {"role": "user", "content": f"open {names[0]}"}
+    return Task(id=task_id, prompt=(prompt,), data={"files": files, "key": key}, split=split)
+
+
+def _demonstrate(task: Task, rng: random.Random, noise: float, turns: int) -> tuple[Message, ...]:
+    files: dict[str, str] = task.data["files"]
+    messages = list(task.prompt)
+    hint = str(task.prompt[0]["content"])
+    for turn in range(turns):
+        errs = rng.random() < noise
+        word, _, value = hint.partition(" ")
+        if word == "key" and not (errs and rng.random() < 0.5):
+            return (*messages, _say(f"answer {value}"))
+        if errs and rng.random() < 0.6:
+            return (*messages, _say(f"answer {rng.choice(KEYS)}"))
+        target = rng.choice(NAMES) if errs or word == "key" else value
+        messages += _look(f"call_{turn}", target, files.get(target, _missing(target)))
+        hint = files.get(target, hint)
+    return tuple(messages[:-1])
+
+
+def _say(text: str) -> Message:
+    return {"role": "assistant", "content": text}
+
+
+def _look(call_id: str, name: str, output: str) -> list[Message]:
+    arguments = f'{{"command": "cat {name}"}}'
+    call = {"id": call_id, "type": "function", "function": {"name": "shell", "arguments": arguments}}
+    return [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": call_id, "content": output},
+    ]
+
+
+def _missing(name: str) -> str:
+    return f"cat: {name}: No such file or directory\n\n[exit code 1]"

@@ -1,0 +1,1 @@
+"""Recipes, and the one place that names concrete classes."""

@@ -1,0 +1,275 @@
+"""The one place that names concrete classes: from a RunConfig to a run that goes."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from miles.config import build, dump_toml
+from miles.envs.base import Taskset
+from miles.errors import ConfigError, MilesError
+from miles.harnesses.base import as_harness
+from miles.recipes.config import RunConfig
+from miles.recipes.plots import plot_rewards
+from miles.recipes.tiny_model import describe, make_tiny_model
+from miles.registry import resolve
+from miles.rollout.engines.base import Engine
+from miles.rollout.engines.embedded import EmbeddedEngine
+from miles.rollout.episode import AgentGenerate, EpisodeRunner, Generate
+from miles.rollout.evaluation import SharedEvaluator
+from miles.rollout.scheduler import AsyncRollout
+from miles.rollout.session.rendering import Rendering, load_rendering
+from miles.rollout.session.server import SessionServer
+from miles.runs import RunFolder
+from miles.sandboxes.pool import SandboxPool
+from miles.trainer.loop import Driver, read_state
+from miles.trainer.publish import Publisher
+from miles.trainer.rows import Row, demonstration_row
+from miles.trainer.trainer import Trainer
+from miles.types import Episode, Reporter
+
+__all__ = ["launch", "make_plugin", "resume"]
+
+log = logging.getLogger(__name__)
+
+
+def make_plugin(kind: str, name: str, settings: dict[str, Any]) -> Any:
+    """Build a plug-in class with its own checked config; functions and instances are passed through."""
+    plugin = resolve(kind, name)
+    if not isinstance(plugin, type):
+        return plugin
+    config_class = getattr(plugin, "config_class", None)
+    if config_class is not None:
+        try:
+            return plugin(build(config_class, settings))
+        except ConfigError as error:
+            raise ConfigError(f"{kind} {name!r}: {error.message}") from error
+    try:
+        return plugin(**settings)
+    except TypeError as error:
+        raise ConfigError(f"{kind} {name!r} does not take these settings: {error}") from error
+
+
+async def launch(config: RunConfig, reporter: Reporter) -> RunFolder:
+    """A new run, from its folder to its last evaluation. Raises MilesError when it cannot go on."""
+    taskset = _taskset(config)
+    resolve("engines", config.engine.name), resolve("sandboxes", config.sandbox.backend)
+    folder = RunFolder.create(config.run.root, config.name)
+    folder.write_config(dump_toml(config))
+    await _go(config, taskset, folder, reporter, checkpoint=None)
+    return folder
+
+
+async def resume(folder: RunFolder, config: RunConfig, reporter: Reporter) -> RunFolder:
+    """Go on from the newest checkpoint with the same data cursor."""
+    checkpoints = folder.checkpoints()
+    if not checkpoints:
+        raise ConfigError(f"{folder.path} has no checkpoint to resume from; start again with `miles launch {config.name}`")
+    await _go(config, _taskset(config), folder, reporter, checkpoint=checkpoints[-1])
+    return folder
+
+
+async def _go(
+    config: RunConfig, taskset: Taskset, folder: RunFolder, reporter: Reporter, *, checkpoint: Path | None
+) -> None:
+    state = read_state(checkpoint) if checkpoint else None
+    began = time.monotonic()
+    async with _parts(config, taskset, folder, state, reporter) as parts:
+        driver = parts.driver
+        if checkpoint is not None:
+            await parts.trainer.load(checkpoint)
+        with _ctrl_c(driver, reporter):
+            try:
+                if checkpoint is None and config.train.warm_start.steps:
+                    await driver.warm_start(_demonstrations(config, taskset, parts.rendering))
+                await driver.train()
+            except MilesError as error:
+                await _rescue(driver, folder, error)
+                raise
+            await driver.save()
+    plot_rewards(folder)
+    folder.log("end", {"step": driver.step, "stopped": driver.stop.is_set(), "seconds": time.monotonic() - began})
+    reporter.event("end", {"folder": str(folder.path), "stopped": driver.stop.is_set(), "step": driver.step})
+
+
+async def _rescue(driver: Driver, folder: RunFolder, error: MilesError) -> None:
+    """A run that cannot go on leaves a checkpoint, if the trainer still can write one."""
+    try:
+        path = await driver.save()
+        error.add_note(f"saved {path}; go on with `miles launch --resume {folder.path}` when the cause is mended")
+    except MilesError as second:
+        error.add_note(f"no checkpoint could be saved: {second}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parts:
+    driver: Driver
+    trainer: Trainer
+    rendering: Rendering
+
+
+@contextlib.asynccontextmanager
+async def _parts(
+    config: RunConfig, taskset: Taskset, folder: RunFolder, state: dict[str, Any] | None, reporter: Reporter
+) -> AsyncIterator[_Parts]:
+    """Everything of a run, up and running; everything down again at the end, whatever happened."""
+    step = int(state["step"]) if state else 0
+    async with contextlib.AsyncExitStack() as stack:
+        model = await asyncio.to_thread(_model, config, taskset, folder)
+        engine = _engine(config, model, folder)
+        stack.push_async_callback(engine.close)
+        trainer = Trainer(model, folder.logs, _seeded(config))
+        pool = SandboxPool(_backend(config), config.sandbox)
+        capabilities = await pool.start()
+        stack.push_async_callback(pool.close)
+        engine_up = asyncio.ensure_future(engine.start())
+        stack.callback(engine_up.cancel)
+        await stack.enter_async_context(trainer)
+        rendering = await asyncio.to_thread(load_rendering, model, config.session.rendering)
+        await engine_up
+        server = await stack.enter_async_context(
+            SessionServer(engine, rendering, config.session, max_tokens=config.sampling.max_tokens)
+        )
+        generate = await _generate(config, stack)
+        runner = EpisodeRunner(taskset, server, pool, generate, config.episode)
+        record = _recorder(folder, engine)
+        rollout = AsyncRollout(
+            taskset.tasks("train"),
+            runner,
+            config.rollout.model_copy(update={"seed": config.run.seed}),
+            version=step,
+            state=state["source"] if state else None,
+            on_episode=record,
+        )
+        stack.push_async_callback(rollout.close)
+        evaluator = SharedEvaluator(taskset.tasks(config.eval.split), runner, rollout, config.eval, on_episode=record)
+        publisher = Publisher(trainer, engine, config.publish)
+        stack.callback(publisher.close)
+        driver = Driver(
+            trainer,
+            rollout,
+            publisher,
+            evaluator,
+            folder,
+            reporter,
+            config.train,
+            groups_per_step=config.rollout.groups_per_step,
+            temperature=config.sampling.temperature,
+            eval_every=config.eval.every,
+            step=step,
+        )
+        reporter.event(
+            "composed",
+            {
+                "recipe": config.name,
+                "env": f"{taskset.name} ({len(taskset.tasks('train'))} tasks)",
+                "harness": config.generation or config.harness.name,
+                "sandbox": f"{config.sandbox.backend} (isolation {capabilities.isolation}, limits {capabilities.limits})",
+                "engine": config.engine.name,
+                "trainer": f"{config.trainer.backend}, ranks {config.trainer.ranks}",
+                "model": describe(model),
+                "session server": server.url,
+                "folder": str(folder.path),
+                "from step": step,
+            },
+        )
+        ticking = asyncio.create_task(_tick(rollout, reporter))
+        stack.callback(ticking.cancel)
+        yield _Parts(driver=driver, trainer=trainer, rendering=rendering)
+
+
+async def _tick(rollout: AsyncRollout, reporter: Reporter) -> None:
+    while True:
+        await asyncio.sleep(1.0)
+        reporter.event("tick", rollout.now())
+
+
+@contextlib.contextmanager
+def _ctrl_c(driver: Driver, reporter: Reporter) -> Iterator[None]:
+    """First Ctrl-C: finish cleanly. Second: at once, still cleaning up."""
+    loop, main = asyncio.get_running_loop(), asyncio.current_task()
+
+    def pressed() -> None:
+        if driver.stop.is_set() and main is not None:
+            main.cancel()
+        driver.stop.set()
+        reporter.event("stopping", {})
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):  # not in the main thread
+            loop.add_signal_handler(number, pressed)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
+                loop.remove_signal_handler(number)
+
+
+def _taskset(config: RunConfig) -> Taskset:
+    taskset: Taskset = make_plugin("envs", config.env.name, config.env.settings)
+    return taskset
+
+
+def _backend(config: RunConfig) -> Any:
+    return resolve("sandboxes", config.sandbox.backend)(allow_unisolated=config.sandbox.allow_unisolated)
+
+
+def _engine(config: RunConfig, model: Path, folder: RunFolder) -> Engine:
+    plugin = resolve("engines", config.engine.name)
+    if plugin is EmbeddedEngine:
+        return EmbeddedEngine(
+            model, folder.logs, config.engine.embedded, temperature=config.sampling.temperature, seed=config.run.seed
+        )
+    engine: Engine = plugin(model) if isinstance(plugin, type) else plugin
+    return engine
+
+
+async def _generate(config: RunConfig, stack: contextlib.AsyncExitStack) -> Generate:
+    if config.generation is not None:
+        generate: Generate = resolve("harnesses", config.generation)
+        return generate
+    harness = as_harness(make_plugin("harnesses", config.harness.name, config.harness.settings))
+    stack.push_async_callback(harness.close)
+    return AgentGenerate(harness)
+
+
+def _seeded(config: RunConfig) -> Any:
+    compute = config.trainer.compute.model_copy(update={"seed": config.run.seed})
+    return config.trainer.model_copy(update={"compute": compute})
+
+
+def _model(config: RunConfig, taskset: Taskset, folder: RunFolder) -> Path:
+    """The directory of the first weights; a tiny model is made in the run folder."""
+    if config.model.path is not None:
+        if not (config.model.path / "config.json").is_file():
+            raise ConfigError(f"model.path={config.model.path} is not a model directory (no config.json)")
+        return config.model.path
+    directory = folder.path / "model"
+    if directory.is_dir() or config.model.tiny is None:
+        return directory
+    examples = list(islice(taskset.demonstrations(0), 64))
+    if not examples:
+        raise ConfigError(f"model.tiny needs demonstrations, and env {taskset.name!r} has none: set model.path")
+    messages, tools = max(examples, key=lambda example: len(example[0]))
+    words = taskset.vocabulary()
+    make_tiny_model(directory, config.model.tiny, seed=config.run.seed, words=words, tools=tools, example=messages)
+    return directory
+
+
+def _demonstrations(config: RunConfig, taskset: Taskset, rendering: Rendering) -> Iterator[Row]:
+    for messages, tools in taskset.demonstrations(config.run.seed):
+        yield demonstration_row(*rendering.demonstration(list(messages), list(tools)))
+
+
+def _recorder(folder: RunFolder, engine: Engine) -> Any:
+    def record(episode: Episode) -> None:
+        folder.write_episode(f"{episode.split}-v{engine.version:06d}", episode)
+
+    return record

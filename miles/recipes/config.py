@@ -1,0 +1,145 @@
+"""What a recipe says: one model of all sections, TOML files, dotted overrides."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from miles.config import Config, apply_overrides, build, read_toml
+from miles.errors import ConfigError
+from miles.recipes.tiny_model import TinyModelConfig
+from miles.rollout.engines.embedded import EmbeddedConfig
+from miles.rollout.episode import EpisodeConfig
+from miles.rollout.evaluation import EvalConfig
+from miles.rollout.scheduler import RolloutConfig
+from miles.rollout.session.server import SessionConfig
+from miles.sandboxes.pool import SandboxConfig
+from miles.trainer.loop import TrainConfig
+from miles.trainer.publish import PublishConfig
+from miles.trainer.trainer import TrainerConfig
+
+__all__ = ["RunConfig", "list_recipes", "load_recipe", "recipe_path"]
+
+_HERE = Path(__file__).parent
+
+
+class RunSection(Config):
+    """The run itself."""
+
+    root: Path = Path("runs")
+    """Folder that run folders are made in."""
+    seed: int = 0
+    """Seed of the model, the order of tasks, sampling and demonstrations."""
+
+
+class ModelSection(Config):
+    """Where the first weights come from: a directory, or made on the spot."""
+
+    path: Path | None = None
+    """A Hugging Face model directory with a tokenizer."""
+    tiny: TinyModelConfig | None = None
+    """Make a tiny model for the taskset's vocabulary."""
+
+    @model_validator(mode="after")
+    def _one_of(self) -> "ModelSection":
+        if (self.path is None) == (self.tiny is None):
+            raise ValueError("give either model.path (a model directory) or model.tiny (made on the spot)")
+        return self
+
+
+class PluginSection(Config):
+    """A plug-in by registry name or module:attr, and its own settings."""
+
+    name: str
+    """Registry name, or module:attr."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """Fields of the plug-in's own config."""
+
+
+class EngineSection(Config):
+    """Which engine serves the policy."""
+
+    name: str = "embedded"
+    """Registry name, or module:attr."""
+    embedded: EmbeddedConfig = EmbeddedConfig()
+    """Settings of the embedded engine."""
+
+
+class SamplingSection(Config):
+    """How the policy is sampled. Clients' own wishes are recorded and ignored."""
+
+    temperature: float = Field(1.0, gt=0.0)
+    """Sampling temperature, used by engine and trainer alike."""
+    max_tokens: int = Field(512, gt=0)
+    """New tokens of one model call at most."""
+
+
+class RunConfig(Config):
+    """A whole recipe."""
+
+    name: str
+    """Name of the recipe; run folders begin with it."""
+    description: str = ""
+    """One line for `miles recipe list`."""
+    run: RunSection = RunSection()
+    """The run itself."""
+    model: ModelSection
+    """First weights."""
+    env: PluginSection
+    """The taskset."""
+    harness: PluginSection = PluginSection(name="react")
+    """Agent layer: the program around the model."""
+    generation: str | None = None
+    """Generation layer: module:attr of `async generate(context) -> Episode`; replaces the harness."""
+    sandbox: SandboxConfig = SandboxConfig()
+    """Where commands run."""
+    engine: EngineSection = EngineSection()
+    """Inference."""
+    sampling: SamplingSection = SamplingSection()
+    """Sampling of the policy."""
+    session: SessionConfig = SessionConfig()
+    """The session server."""
+    episode: EpisodeConfig = EpisodeConfig()
+    """Deadlines and limits of one episode."""
+    rollout: RolloutConfig = RolloutConfig()
+    """Scheduling, staleness, the buffer."""
+    eval: EvalConfig = EvalConfig()
+    """Held-out evaluation."""
+    trainer: TrainerConfig = TrainerConfig()
+    """Ranks and backend."""
+    train: TrainConfig = TrainConfig()
+    """The algorithm."""
+    publish: PublishConfig = PublishConfig()
+    """How weights reach engines."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "RunConfig":
+        if self.publish.kind == "inprocess":
+            raise ValueError("publish.kind=inprocess is for engines in the trainer's process; recipes use safetensors")
+        return self
+
+
+def list_recipes() -> list[tuple[str, str]]:
+    """(name, description) of the recipes that come with Miles."""
+    return [(path.stem, str(read_toml(path).get("description", ""))) for path in sorted(_HERE.glob("*.toml"))]
+
+
+def recipe_path(name: str) -> Path:
+    """File of a recipe given by name or path; ConfigError lists the known ones."""
+    path = Path(name)
+    if path.suffix == ".toml":
+        if not path.is_file():
+            raise ConfigError(f"no recipe file {path}")
+        return path
+    built_in = _HERE / f"{name}.toml"
+    if not built_in.is_file():
+        known = ", ".join(recipe for recipe, _ in list_recipes())
+        raise ConfigError(f"unknown recipe {name!r}; known: {known}; or give a path that ends in .toml")
+    return built_in
+
+
+def load_recipe(name: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """A recipe with overrides applied and every key checked."""
+    data = read_toml(recipe_path(name))
+    return build(RunConfig, apply_overrides(RunConfig, data, overrides))

@@ -1,0 +1,72 @@
+"""Names of plug-ins: `name -> "package.module:attr"`, imported on use.
+
+A plug-in is found, in this order, by `module:attr`, by an entry point of an installed
+package (group `miles.<kind>`), or by a name built in below.
+"""
+
+import difflib
+import importlib
+from importlib import metadata
+from typing import Any
+
+from miles.errors import ConfigError
+
+__all__ = ["KINDS", "known", "resolve"]
+
+BUILT_IN: dict[str, dict[str, str]] = {
+    "envs": {
+        "vault": "miles.envs.vault:VaultTaskset",
+        "guess-number": "miles.envs.toy:GuessNumberTaskset",
+    },
+    "harnesses": {"react": "miles.harnesses.react:ReactHarness"},
+    "sandboxes": {"local": "miles.sandboxes.local:LocalBackend"},
+    "engines": {
+        "embedded": "miles.rollout.engines.embedded:EmbeddedEngine",
+        "scripted": "miles.rollout.engines.scripted:ScriptedEngine",
+    },
+    "rollouts": {"async": "miles.rollout.scheduler:AsyncRollout"},
+    "trainers": {"fsdp": "miles.trainer.fsdp:FsdpBackend"},
+}
+KINDS = tuple(BUILT_IN)
+
+
+def known(kind: str) -> dict[str, str]:
+    """All names of one kind with what they point at; installed packages override nothing built in."""
+    if kind not in BUILT_IN:
+        raise ConfigError(f"unknown kind of plug-in {kind!r}; kinds: {', '.join(KINDS)}")
+    found = {point.name: point.value for point in metadata.entry_points(group=f"miles.{kind}")}
+    return {**found, **BUILT_IN[kind]}
+
+
+def resolve(kind: str, name: str) -> Any:
+    """Import what `name` stands for.
+
+    Raises ConfigError for an unknown name (listing the known ones) and for a target that
+    cannot be imported (saying which package is missing).
+    """
+    if ":" in name:
+        return _load(kind, name, name)
+    names = known(kind)
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=3)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise ConfigError(
+            f"unknown {kind.removesuffix('s')} {name!r}{hint} Known: {', '.join(sorted(names))}. "
+            f"Use module:attr for your own, or install a package with an entry point in group 'miles.{kind}'."
+        )
+    return _load(kind, name, names[name])
+
+
+def _load(kind: str, name: str, target: str) -> Any:
+    module_name, _, attr = target.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{kind} {name!r} needs the module {error.name!r}, which is not installed: "
+            f"pip install the package that has it (for Miles' own extras: pip install 'miles-hub[{error.name}]')."
+        ) from error
+    try:
+        return getattr(module, attr)
+    except AttributeError as error:
+        raise ConfigError(f"{kind} {name!r}: module {module_name!r} has no attribute {attr!r}.") from error

@@ -1,0 +1,1 @@
+"""Engines, the session server, episodes, scheduling, the buffer, evaluation."""

@@ -1,0 +1,44 @@
+"""What an inference engine must do for Miles, whatever serves it."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from miles.types import GenerateRequest, Generated, Weights, WeightVersion
+
+__all__ = ["Engine", "OnTokens"]
+
+OnTokens = Callable[[tuple[int, ...]], None]
+"""Called with the output ids so far while a generation goes on."""
+
+
+class Engine(Protocol):
+    """Token ids in, token ids out, with logprobs and the weight version of every sampled token."""
+
+    @property
+    def version(self) -> WeightVersion:
+        """The weights that new generations are sampled with."""
+        ...
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of prompt and answer together."""
+        ...
+
+    async def start(self) -> None:
+        """Return when a generation would be answered."""
+        ...
+
+    async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> Generated:
+        """Sample. Cancelling the call aborts the generation.
+
+        Raises EngineLost when the server died (retryable), EngineError when it refused.
+        """
+        ...
+
+    async def load(self, weights: Weights) -> None:
+        """Serve new weights from now on without dropping requests in flight."""
+        ...
+
+    async def close(self) -> None:
+        """Leave no process behind."""
+        ...

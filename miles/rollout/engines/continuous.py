@@ -1,0 +1,201 @@
+"""The embedded engine's core: transformers' continuous batching with exact versions per token.
+
+Imported only where torch may live: the engine's own process, or a test. Prefix blocks are shared
+between requests; on a weight update they are forgotten, and (mode `recompute`) requests in flight
+are prefilled again under the new weights, so that every sampled token's logprob belongs exactly to
+the version it carries. Mode `keep` goes on with the old keys and values, as SGLang's in-place mode.
+"""
+
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.utils.logging import disable_progress_bar
+
+from miles.errors import EngineError
+from miles.processes import Reply, deferred
+from miles.types import Finish, Generated
+
+__all__ = ["ContinuousEngine"]
+
+
+@dataclass
+class _Pending:
+    reply: Reply
+    max_tokens: int
+    stop: frozenset[int]
+    marks: list[tuple[int, int]] = field(default_factory=list)  # (first token index, version)
+
+
+class ContinuousEngine:
+    """Owns one copy of the model and the batching thread. All methods may be called from one thread."""
+
+    def __init__(
+        self,
+        model: str | Path | Any,
+        *,
+        version: int = 0,
+        temperature: float = 1.0,
+        max_batch_requests: int = 32,
+        max_batch_tokens: int = 512,
+        page_size: int = 16,
+        cache_tokens: int = 32_768,
+        on_update: str = "recompute",
+        threads: int = 1,
+        seed: int = 0,
+    ) -> None:
+        disable_progress_bar()
+        torch.set_num_threads(threads)
+        torch.manual_seed(seed)
+        if isinstance(model, str | Path):
+            model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa")
+        self._model = model
+        self._version = version
+        self._on_update = on_update
+        self._updates = [(0.0, version)]
+        self._pending: dict[str, _Pending] = {}
+        self._lock = threading.Lock()
+        generation = GenerationConfig(
+            do_sample=True, temperature=temperature, top_k=0, top_p=1.0, eos_token_id=-1, pad_token_id=0
+        )
+        batching = ContinuousBatchingConfig(
+            return_logprobs=True,
+            page_size=page_size,
+            num_blocks=max(8, cache_tokens // page_size),
+            max_batch_tokens=max_batch_tokens,
+            max_requests_per_batch=max_batch_requests,
+            use_async_batching=False,
+            use_cuda_graph=False,
+            seed=seed,
+        )
+        self._manager = model.init_continuous_batching(
+            generation_config=generation, continuous_batching_config=batching
+        )
+        self._manager.start()
+        self._closing = False
+        self._dispatcher = threading.Thread(target=self._dispatch, daemon=True)
+        self._dispatcher.start()
+
+    @deferred
+    def generate(
+        self, reply: Reply, *, id: str, prompt_ids: list[int], max_tokens: int, stop: list[int], streaming: bool
+    ) -> None:
+        """Queue one generation; `reply` gets a Generated at the end, and the ids so far when streaming."""
+        with self._lock:
+            self._pending[id] = _Pending(reply, max_tokens, frozenset(stop))
+        accepted = self._manager.add_request(
+            list(prompt_ids), request_id=id, max_new_tokens=max_tokens, streaming=streaming, eos_token_id=stop
+        )
+        if accepted is None:
+            with self._lock:
+                self._pending.pop(id, None)
+            raise EngineError("the batching loop has stopped; see the engine's log")
+
+    def abort(self, id: str) -> None:
+        """Stop a generation; its answer is an empty one with finish `abort`."""
+        self._manager.cancel_request(id)
+        with self._lock:
+            pending = self._pending.pop(id, None)
+        if pending is not None:
+            pending.reply(Generated(output_ids=(), logprobs=(), versions=(), finish=Finish.ABORT))
+
+    def load_directory(self, directory: str, version: int) -> None:
+        """Read every *.safetensors of `directory` and serve it as `version`."""
+        tensors: dict[str, torch.Tensor] = {}
+        for path in sorted(Path(directory).glob("*.safetensors")):
+            tensors.update(load_file(path))
+        if not tensors:
+            raise EngineError(f"no *.safetensors in {directory}; the publisher writes them before it calls load")
+        self.load_tensors(tensors, version)
+
+    def load_tensors(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
+        """Copy weights by their HF names between two steps of the loop. Partial sets are allowed."""
+        own = self._model.state_dict()
+        unknown = [name for name in tensors if name not in own]
+        if unknown:
+            raise EngineError(f"published weights {unknown[:3]} are not in this model; are the two the same model?")
+        with self._manager.pause(), torch.no_grad(), self._lock:
+            for name, tensor in tensors.items():
+                own[name].copy_(tensor)
+            self._mark_and_forget(version)
+
+    def _mark_and_forget(self, version: int) -> None:
+        """Inside a pause: note where each request's next version begins, drop stale keys and values."""
+        processor = self._manager.batch_processor
+        scheduler, cache = processor.scheduler, processor.cache
+        states = [*scheduler.active_requests.values(), *scheduler.waiting_requests.values()]
+        for state in states:
+            pending, done = self._pending.get(state.request_id), len(state.logprobs)
+            if pending is None:
+                continue
+            if done and not pending.marks:
+                pending.marks.append((0, self._version))
+            if pending.marks and pending.marks[-1][0] == done:
+                pending.marks.pop()
+            if done or pending.marks or state.request_id in scheduler.active_requests:
+                pending.marks.append((done, version))
+        if self._on_update == "recompute":
+            for state in list(scheduler.active_requests.values()):
+                again = state.create_equivalent_initial_request()
+                cache.free_blocks(state.request_id, no_cache=True)
+                scheduler.finish_request(state.request_id)
+                scheduler.add_waiting_request(again)
+        cache.evict_cached_blocks()
+        self._updates.append((time.perf_counter(), version))
+        self._version = version
+
+    def _dispatch(self) -> None:
+        while not self._closing:
+            output = self._manager.get_result(timeout=0.2)
+            if output is not None:
+                self._answer(output)
+            elif not self._manager.is_running():
+                self._fail_all()
+                return
+
+    def _answer(self, output: Any) -> None:
+        done = output.is_finished()
+        with self._lock:
+            pending = self._pending.pop(output.request_id, None) if done else self._pending.get(output.request_id)
+        if pending is None:
+            return
+        if output.error is not None:
+            pending.reply(error=EngineError(f"generation failed: {output.error}"))
+        elif not done:
+            pending.reply(tuple(output.generated_tokens), last=False)
+        else:
+            pending.reply(self._generated(output, pending))
+
+    def _generated(self, output: Any, pending: _Pending) -> Generated:
+        ids = tuple(output.generated_tokens)
+        started = output.lifespan[0]
+        first = [version for at, version in self._updates if at <= started][-1]
+        marks = pending.marks or [(0, first)]
+        ends = [start for start, _ in marks[1:]] + [len(ids)]
+        versions = [v for (start, v), end in zip(marks, ends, strict=True) for _ in range(start, end)]
+        stopped = bool(ids) and ids[-1] in pending.stop
+        return Generated(
+            output_ids=ids,
+            logprobs=tuple(output.logprobs),
+            versions=tuple(versions),
+            finish=Finish.STOP if stopped else Finish.LENGTH,
+        )
+
+    def _fail_all(self) -> None:
+        with self._lock:
+            pending, self._pending = self._pending, {}
+        for item in pending.values():
+            item.reply(error=EngineError("the batching loop ended; see the engine's log"))
+
+    def close(self) -> None:
+        """Stop the loop and the dispatcher."""
+        self._closing = True
+        self._manager.stop(block=True, timeout=10, hard_stop=True)
+        self._dispatcher.join(timeout=2)

@@ -1,0 +1,150 @@
+"""The embedded engine: continuous batching in its own process, for laptops, tests and small models."""
+
+import asyncio
+import itertools
+import logging
+from pathlib import Path
+from typing import Any, Literal
+
+from miles.config import Config
+from miles.errors import ConfigError, EngineError, EngineLost
+from miles.processes import Worker
+from miles.rollout.engines.base import OnTokens
+from miles.types import GenerateRequest, Generated, Weights, WeightVersion
+
+__all__ = ["EmbeddedConfig", "EmbeddedEngine"]
+
+log = logging.getLogger(__name__)
+
+
+class EmbeddedConfig(Config):
+    """Sizes of the batching loop. The defaults suit models below 10 M parameters on two cores."""
+
+    max_batch_requests: int = 32
+    """Requests decoded together; more is slower on a CPU."""
+    max_batch_tokens: int = 512
+    """Tokens of one forward pass, prefill included."""
+    page_size: int = 16
+    """Tokens of one cache page, the unit of prefix sharing."""
+    cache_tokens: int = 32_768
+    """Tokens of keys and values kept."""
+    on_update: Literal["recompute", "keep"] = "recompute"
+    """Requests in flight at a weight update: prefill again under the new weights, or keep old keys and values."""
+    threads: int = 1
+    """CPU threads of the engine process."""
+    restarts: int = 3
+    """How often a dead engine process is replaced before the run stops."""
+
+
+class EmbeddedEngine:
+    """Client of one engine process; replaces the process when it dies, at the last published weights."""
+
+    def __init__(
+        self, model: Path, log_dir: Path, config: EmbeddedConfig | None = None, *, temperature: float = 1.0, seed: int = 0
+    ) -> None:
+        self.config = config or EmbeddedConfig()
+        self.restarted = 0
+        self._model, self._log_dir = model, log_dir
+        self._temperature, self._seed = temperature, seed
+        self._weights = Weights(version=0)
+        self._worker: Worker | None = None
+        self._starting: asyncio.Task[Worker] | None = None
+        self._ids = itertools.count()
+        self._context_length = _context_length(model)
+
+    @property
+    def version(self) -> WeightVersion:
+        return self._weights.version
+
+    @property
+    def context_length(self) -> int:
+        return self._context_length
+
+    @property
+    def pid(self) -> int | None:
+        """The engine process, while there is one."""
+        return self._worker.pid if self._worker else None
+
+    async def start(self) -> None:
+        await self._ready()
+
+    async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> Generated:
+        worker = await self._ready()
+        engine_id = f"{next(self._ids)}-{request.id}"  # the batching loop needs names that were never used before
+        call = worker.call(
+            "generate",
+            on_item=on_tokens,
+            id=engine_id,
+            prompt_ids=list(request.prompt_ids),
+            max_tokens=request.max_tokens,
+            stop=list(request.stop_token_ids),
+            streaming=on_tokens is not None,
+        )
+        try:
+            generated: Generated = await call
+        except asyncio.CancelledError:
+            if not worker.ended.is_set():
+                await asyncio.shield(worker.call("abort", id=engine_id))
+            raise
+        return generated
+
+    async def load(self, weights: Weights) -> None:
+        if weights.directory is None:
+            raise EngineError("the embedded engine process loads weights from a directory: publish.kind=safetensors")
+        self._weights = weights
+        worker = await self._ready()
+        try:
+            await worker.call("load_directory", directory=str(weights.directory), version=weights.version)
+        except EngineLost:
+            await self._ready()  # a fresh process starts at self._weights
+
+    async def close(self) -> None:
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.gather(self._starting, return_exceptions=True)
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            await worker.close()
+
+    async def _ready(self) -> Worker:
+        if self._worker is not None and not self._worker.ended.is_set():
+            return self._worker
+        if self._starting is None or self._starting.done():
+            self._starting = asyncio.create_task(self._spawn())
+        return await asyncio.shield(self._starting)
+
+    async def _spawn(self) -> Worker:
+        if self._worker is not None:
+            await self._worker.close(grace_s=0)
+            self._worker = None
+            if self.restarted >= self.config.restarts:
+                raise EngineError(
+                    f"the embedded engine died {self.restarted + 1} times; read {self._log_dir / 'engine.log'} "
+                    "and raise engine.embedded.restarts only if the cause is known"
+                )
+            self.restarted += 1
+            log.warning("embedded engine died; starting it again at version %d", self.version)
+        settings = self.config.model_dump(exclude={"restarts"})
+        worker = await Worker.start(
+            "miles.rollout.engines.continuous:ContinuousEngine",
+            {"model": str(self._model), "temperature": self._temperature, "seed": self._seed, **settings},
+            name="embedded engine",
+            log=self._log_dir / "engine.log",
+            failed=EngineError,
+            lost=EngineLost,
+            env={"OMP_NUM_THREADS": str(self.config.threads)},
+        )
+        if self._weights.directory is not None:
+            await worker.call("load_directory", directory=str(self._weights.directory), version=self.version)
+        self._worker = worker
+        return worker
+
+
+def _context_length(model: Path) -> int:
+    import json
+
+    path = model / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"{model} is not a model directory: it has no config.json")
+    config: dict[str, Any] = json.loads(path.read_text())
+    return int(config.get("max_position_embeddings") or 32_768)

@@ -1,0 +1,295 @@
+"""An episode's life: sandbox, reset, agent, score, clean-up, under deadlines; every way it can end is an Outcome.
+
+Two of the plug layers meet here. The generation layer is `async generate(context) -> Episode`; the
+agent layer is one such function, `AgentGenerate`, around a harness.
+"""
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from miles.config import Config
+from miles.envs.base import Taskset
+from miles.errors import EngineError, EnvError, HarnessError, SandboxError
+from miles.harnesses.base import AgentContext, Endpoint, Harness
+from miles.rollout.session.server import SessionServer
+from miles.rollout.session.session import Session
+from miles.sandboxes.base import Sandbox
+from miles.sandboxes.pool import SandboxPool
+from miles.types import (
+    Discarded,
+    Env,
+    Episode,
+    Faulted,
+    Limits,
+    Observation,
+    Outcome,
+    Score,
+    Scored,
+    Task,
+    Transcript,
+    Tree,
+)
+
+__all__ = ["AgentGenerate", "EpisodeConfig", "EpisodeRunner", "Generate", "GenerateContext", "Job"]
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+_LOG_LINES, _LOG_CHARS = 200, 2000
+
+
+class EpisodeConfig(Config):
+    """Deadlines of one episode, in seconds. A task's own limits win."""
+
+    wall_s: float = 300.0
+    """The whole episode."""
+    reset_s: float = 60.0
+    """The environment's reset."""
+    agent_s: float = 240.0
+    """The agent's work."""
+    score_s: float = 60.0
+    """Scoring."""
+    turns: int = 32
+    """Model calls."""
+    tokens: int = 65_536
+    """Sampled tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One episode to run."""
+
+    task: Task
+    group_id: str
+    index: int = 0
+    attempt: int = 0
+
+    @property
+    def episode_id(self) -> str:
+        return f"{self.group_id}/{self.index}.{self.attempt}"
+
+
+class _Discard(Exception):
+    """Infrastructure failed: leaves the episode with this outcome."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(reason)
+        self.outcome = Discarded(reason=reason, detail=detail[-2000:])
+
+
+@dataclass(kw_only=True)
+class GenerateContext:
+    """What the generation layer gets: the task, sessions, sandboxes, and the clock of one episode."""
+
+    job: Job
+    taskset: Taskset
+    server: SessionServer
+    config: EpisodeConfig
+    pool: SandboxPool
+    deadline: float
+    timings: dict[str, float] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+
+    @property
+    def task(self) -> Task:
+        return self.job.task
+
+    @contextlib.asynccontextmanager
+    async def session(self) -> AsyncIterator[Session]:
+        """A private endpoint for this episode; ended at the end of the block."""
+        own = Limits(turns=self.config.turns, tokens=self.config.tokens, wall_s=self.config.wall_s)
+        session = self.server.open(self.task.limits or own)
+        try:
+            yield session
+        finally:
+            await self.server.end(session)
+
+    @contextlib.asynccontextmanager
+    async def sandbox(self) -> AsyncIterator[Sandbox | None]:
+        """The machine that the task asks for, or None."""
+        spec = self.taskset.sandbox(self.task)
+        if spec is None:
+            yield None
+            return
+        began = time.monotonic()
+        async with self.pool.sandbox(spec) as sandbox:
+            self.timings["sandbox"] = time.monotonic() - began
+            yield sandbox
+
+    async def phase(self, name: str, work: Awaitable[T], limit_s: float) -> T:
+        """Await with a deadline and a stopwatch; raises TimeoutError."""
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(min(limit_s, max(0.0, self.deadline - began))):
+                return await work
+        finally:
+            self.timings[name] = time.monotonic() - began
+
+    def log(self, text: str) -> None:
+        """Keep a line of the agent's; floods are cut."""
+        if len(self.lines) < _LOG_LINES:
+            self.lines.append(text[:_LOG_CHARS])
+
+    def episode(self, tree: Tree, outcome: Outcome) -> Episode:
+        """The finished value."""
+        job = self.job
+        return Episode(
+            id=job.episode_id,
+            task_id=job.task.id,
+            group_id=job.group_id,
+            index=job.index,
+            attempt=job.attempt,
+            split=job.task.split,
+            tree=tree,
+            outcome=outcome,
+            timings=self.timings,
+        )
+
+
+Generate = Callable[[GenerateContext], Awaitable[Episode]]
+
+
+class EpisodeRunner:
+    """Runs jobs; never raises but for cancellation: a failure is the episode's outcome."""
+
+    def __init__(
+        self,
+        taskset: Taskset,
+        server: SessionServer,
+        pool: SandboxPool,
+        generate: Generate,
+        config: EpisodeConfig | None = None,
+    ) -> None:
+        self.config = config or EpisodeConfig()
+        self._taskset, self._server, self._pool, self._generate = taskset, server, pool, generate
+
+    async def run(self, job: Job) -> Episode:
+        """One attempt at a task."""
+        wall = job.task.limits.wall_s if job.task.limits else self.config.wall_s
+        began = time.monotonic()
+        context = GenerateContext(
+            job=job,
+            taskset=self._taskset,
+            server=self._server,
+            config=self.config,
+            pool=self._pool,
+            deadline=began + wall,
+        )
+        try:
+            async with asyncio.timeout(wall + 5):  # phases hold the deadline; this catches a layer that does not
+                episode = await self._generate(context)
+        except TimeoutError:
+            episode = context.episode(Tree(), Discarded(reason="wall_timeout", detail=f"{wall:g} s"))
+        except _Discard as discard:
+            episode = context.episode(Tree(), discard.outcome)
+        except SandboxError as error:
+            episode = context.episode(Tree(), Discarded(reason="sandbox", detail=str(error)))
+        except EngineError as error:
+            episode = context.episode(Tree(), Discarded(reason="engine", detail=str(error)))
+        except Exception:  # noqa: BLE001  one episode's failure must not end its siblings or the run
+            episode = context.episode(Tree(), Discarded(reason="generation_failed", detail=traceback.format_exc()[-2000:]))
+        context.timings["total"] = time.monotonic() - began
+        return episode
+
+
+class AgentGenerate:
+    """The agent layer: a harness acts against the session, then the environment scores."""
+
+    def __init__(self, harness: Harness) -> None:
+        self._harness = harness
+
+    async def __call__(self, context: GenerateContext) -> Episode:
+        async with context.sandbox() as sandbox:
+            env = context.taskset.env(context.task, sandbox)
+            try:
+                observation = await self._reset(context, env)
+                async with context.session() as session:
+                    fault = await self._act(context, env, observation, sandbox, session)
+                    transcript, tree = session.transcript(), await session.close()
+                if sandbox is not None:
+                    await sandbox.quiesce()
+                outcome = await self._judge(context, env, transcript, fault)
+                return context.episode(tree, outcome)
+            finally:
+                await _close(env)
+
+    async def _reset(self, context: GenerateContext, env: Env) -> Observation:
+        try:
+            return await context.phase("reset", env.reset(), context.config.reset_s)
+        except TimeoutError:
+            raise _Discard("reset_timeout", f"{context.config.reset_s:g} s") from None
+        except SandboxError:
+            raise
+        except Exception:  # noqa: BLE001  the boundary to an environment's code
+            raise _Discard("reset_failed", traceback.format_exc()) from None
+
+    async def _act(
+        self, context: GenerateContext, env: Env, observation: Observation, sandbox: Sandbox | None, session: Session
+    ) -> Faulted | None:
+        """Let the harness run. Returns the policy's fault; raises _Discard or SandboxError for infrastructure's."""
+        agent = AgentContext(
+            task=context.task,
+            env=env,
+            observation=observation,
+            sandbox=sandbox,
+            endpoint=Endpoint(base_url=context.server.base_url(session), api_key=session.key),
+            deadline=min(context.deadline, time.monotonic() + context.config.agent_s),
+            log=context.log,
+        )
+        fault: Faulted | None = None
+        try:
+            await context.phase("agent", self._harness.run(agent), context.config.agent_s)
+        except TimeoutError:
+            if session.waiting_for_engine:
+                raise _Discard("engine_slow", "the deadline passed while a model call was being answered") from None
+            fault = Faulted(reason="agent_timeout", detail=f"{context.config.agent_s:g} s")
+        except SandboxError:
+            raise
+        except EnvError as error:
+            raise _Discard("env_step_failed", str(error)) from None
+        except HarnessError as error:
+            fault = Faulted(reason=error.reason, detail=str(error)[-2000:])
+        except Exception:  # noqa: BLE001  the boundary to an agent's code
+            fault = Faulted(reason="agent_crashed", detail=traceback.format_exc()[-2000:])
+        if fault is not None and session.engine_failure is not None:
+            raise _Discard("engine", session.engine_failure)
+        if not session.tree().turns:
+            raise _Discard("no_model_call", fault.detail if fault else "the agent ended without asking the model")
+        return fault
+
+    async def _judge(
+        self, context: GenerateContext, env: Env, transcript: Transcript, fault: Faulted | None
+    ) -> Outcome:
+        if fault is not None and context.taskset.on_agent_failure == "fault":
+            return fault
+        try:
+            score = await context.phase("score", env.score(transcript), context.config.score_s)
+        except TimeoutError:
+            return Discarded(reason="score_timeout", detail=f"{context.config.score_s:g} s")
+        except SandboxError as error:
+            return Discarded(reason="sandbox", detail=str(error))
+        except Exception:  # noqa: BLE001  the boundary to an environment's code
+            return Discarded(reason="score_failed", detail=traceback.format_exc()[-2000:])
+        return _scored(score)
+
+
+def _scored(score: Any) -> Outcome:
+    """A score as an outcome; anything but finite numbers is the environment's bug, never a reward."""
+    value = score.reward if isinstance(score, Score) else score
+    parts = score.parts if isinstance(score, Score) else {}
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return Discarded(reason="score_not_finite", detail=f"score() returned {score!r}; a reward is one finite number")
+    return Scored(reward=float(value), parts=dict(parts))
+
+
+async def _close(env: Env) -> None:
+    try:
+        await asyncio.wait_for(env.close(), 10)
+    except Exception:  # noqa: BLE001  the boundary to an environment's code
+        log.warning("env.close() failed", exc_info=True)

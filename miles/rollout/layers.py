@@ -1,0 +1,46 @@
+"""The rollout layer: anything with `groups()` can feed the trainer."""
+
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+
+from miles.errors import RunError
+from miles.types import Group, WeightVersion
+
+__all__ = ["Rollout", "RolloutSource"]
+
+
+class Rollout(Protocol):
+    """A producer of groups of its own making (self-play, another framework's loop)."""
+
+    def groups(self) -> AsyncIterator[Group]: ...
+
+
+class RolloutSource:
+    """A GroupSource over a Rollout. Its cursor counts groups: the producer must be able to skip."""
+
+    def __init__(self, rollout: Rollout, *, state: dict[str, Any] | None = None) -> None:
+        self._groups = rollout.groups()
+        self._skip = int(state["taken"]) if state else 0
+        self._taken = self._skip
+        self.version: WeightVersion = 0
+
+    async def take(self, n: int) -> list[Group]:
+        taken: list[Group] = []
+        async for group in self._groups:
+            if self._skip:
+                self._skip -= 1
+                continue
+            taken.append(group)
+            if len(taken) == n:
+                self._taken += n
+                return taken
+        raise RunError(f"the rollout ended with {len(taken)} of {n} groups for a step; make groups() endless or ask less")
+
+    def advance(self, version: WeightVersion) -> None:
+        self.version = version
+
+    def counters(self) -> dict[str, float]:
+        return {}
+
+    def state(self) -> dict[str, Any]:
+        return {"taken": self._taken}

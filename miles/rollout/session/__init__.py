@@ -1,0 +1,1 @@
+"""Token in, token out: the recorder that every harness talks to."""

@@ -1,0 +1,149 @@
+"""The run folder: everything a run leaves, and the only code that writes there.
+
+    RUN/config.toml           the resolved recipe
+    RUN/metrics.jsonl         one line a step (kind "step"), evaluation, warm start, checkpoint, end
+    RUN/episodes/NAME.jsonl   trees with ids, logprobs, versions and outcomes
+    RUN/checkpoints/step-N/   dcp/ (all ranks), hf/ (a loadable model), state.json (the driver's)
+    RUN/model/                the model that the run began with, when the recipe made it
+    RUN/logs/                 the child processes' output
+    RUN/reward.png            the learning curve
+"""
+
+import errno
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from miles.errors import ConfigError, RunError
+from miles.types import Episode, from_json, to_json
+
+__all__ = ["RunFolder", "list_runs"]
+
+
+class RunFolder:
+    """One run's files."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.resolve()
+
+    @classmethod
+    def create(cls, root: Path, name: str) -> "RunFolder":
+        """A new folder `root/name-time`; RunError when it cannot be made."""
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        for suffix in ("", *(f"-{n}" for n in range(2, 100))):
+            folder = cls(root / f"{name}-{stamp}{suffix}")
+            try:
+                folder.path.mkdir(parents=True)
+            except FileExistsError:
+                continue
+            except OSError as error:
+                raise RunError(f"cannot make {folder.path}: {error.strerror}; set run.root to a writable folder") from error
+            for part in ("episodes", "checkpoints", "logs"):
+                (folder.path / part).mkdir()
+            return folder
+        raise RunError(f"cannot find a free name for a run in {root}")
+
+    @classmethod
+    def open(cls, path: Path) -> "RunFolder":
+        """An existing run; ConfigError otherwise."""
+        if not (path / "config.toml").is_file():
+            raise ConfigError(f"{path} is not a run folder (no config.toml); `miles runs list` shows the runs")
+        return cls(path)
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.toml"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def write_config(self, toml: str) -> None:
+        """Keep the resolved recipe."""
+        self._guarded(self.config, lambda: self.config.write_text(toml))
+
+    def log(self, kind: str, data: Mapping[str, Any]) -> None:
+        """Append one line to metrics.jsonl."""
+        line = json.dumps({"kind": kind, "time": round(time.time(), 3), **data}, separators=(",", ":"))
+        self._append(self.path / "metrics.jsonl", line.encode())
+
+    def metrics(self, kind: str | None = None) -> list[dict[str, Any]]:
+        """Lines of metrics.jsonl; a line cut by a crash is left out."""
+        lines = list(_json_lines(self.path / "metrics.jsonl"))
+        return [line for line in lines if kind is None or line.get("kind") == kind]
+
+    def write_episode(self, name: str, episode: Episode) -> None:
+        """Append one episode to episodes/NAME.jsonl."""
+        self._append(self.path / "episodes" / f"{name}.jsonl", to_json(episode))
+
+    def episodes(self, pattern: str = "*") -> Iterator[Episode]:
+        """Episodes of episodes/PATTERN.jsonl."""
+        for path in sorted((self.path / "episodes").glob(f"{pattern}.jsonl")):
+            for line in path.read_bytes().splitlines(keepends=True):
+                if line.endswith(b"\n"):
+                    yield from_json(Episode, line)
+
+    def checkpoints(self) -> list[Path]:
+        """Complete checkpoints, oldest first."""
+        return sorted(path.parent for path in self.path.glob("checkpoints/step-*/state.json"))
+
+    def new_checkpoint(self, step: int) -> Path:
+        """A folder to write a checkpoint into, not yet counted as one."""
+        partial = self.path / "checkpoints" / f".step-{step:06d}.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        self._guarded(partial, lambda: partial.mkdir(parents=True))
+        return partial
+
+    def finish_checkpoint(self, partial: Path, state: Mapping[str, Any], *, keep: int) -> Path:
+        """Make a written checkpoint count, in one rename; drop the oldest beyond `keep`."""
+        final = partial.with_name(partial.name.removeprefix(".").removesuffix(".partial"))
+        self._guarded(partial, lambda: (partial / "state.json").write_text(json.dumps(state, indent=1)))
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+        for old in self.checkpoints()[:-keep]:
+            shutil.rmtree(old, ignore_errors=True)
+        return final
+
+    def _append(self, path: Path, line: bytes) -> None:
+        """Whole lines only: a write that fails half-way is taken back."""
+
+        def write() -> None:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            try:
+                size = os.fstat(fd).st_size
+                data = line + b"\n"
+                written = os.write(fd, data)
+                if written != len(data):
+                    os.ftruncate(fd, size)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            finally:
+                os.close(fd)
+
+        self._guarded(path, write)
+
+    def _guarded(self, path: Path, write: Any) -> None:
+        try:
+            write()
+        except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+            hint = "free some space" if full else "make it writable"
+            raise RunError(
+                f"cannot write {path}: {error.strerror}; {hint}, then go on with `miles launch --resume {self.path}`"
+            ) from error
+
+
+def list_runs(root: Path) -> list[RunFolder]:
+    """Runs below `root`, oldest first."""
+    return [RunFolder(path.parent) for path in sorted(root.glob("*/config.toml"), key=lambda p: p.stat().st_mtime)]
+
+
+def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    if not path.exists():
+        return
+    for line in path.read_bytes().splitlines(keepends=True):
+        if line.endswith(b"\n"):
+            yield json.loads(line)

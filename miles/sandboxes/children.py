@@ -1,0 +1,162 @@
+"""Host processes without threads: spawn, bounded capture, exact end (pidfd), on the running event loop."""
+
+import asyncio
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from typing import BinaryIO
+
+__all__ = ["Capture", "Child"]
+
+_CHUNK = 1 << 16
+_DRAIN_S = 0.2
+
+
+class Capture:
+    """Keeps the head and the tail of a stream in bounded memory; never stops reading (no SIGPIPE)."""
+
+    def __init__(self, limit: int) -> None:
+        self._head, self._tail = bytearray(), bytearray()
+        self._head_limit, self._tail_limit = limit - limit // 2, limit // 2
+        self.dropped = 0
+
+    def feed(self, data: bytes) -> None:
+        room = self._head_limit - len(self._head)
+        self._head += data[:room]
+        self._tail += data[max(room, 0) :]
+        excess = len(self._tail) - self._tail_limit
+        if excess > _CHUNK:
+            self._drop(excess)
+
+    def _drop(self, excess: int) -> None:
+        del self._tail[:excess]
+        self.dropped += excess
+
+    def value(self) -> bytes:
+        self._drop(max(0, len(self._tail) - self._tail_limit))
+        if not self.dropped:
+            return bytes(self._head + self._tail)
+        return bytes(self._head) + b"\n[... %d bytes cut ...]\n" % self.dropped + bytes(self._tail)
+
+
+class Child:
+    """A host process of its own session. `wait` returns its status; outputs land in two captures."""
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        stdin: bytes | None = None,
+        limit: int = 1 << 16,
+        pass_fds: Sequence[int] = (),
+        cwd: str | None = None,
+    ) -> None:
+        """Start at once. `stdin=None` keeps the input open (its end tells the child that we are gone)."""
+        self.stdout, self.stderr = Capture(limit), Capture(limit)
+        self._loop = asyncio.get_running_loop()
+        self._process = subprocess.Popen(
+            list(argv),
+            stdin=subprocess.DEVNULL if stdin == b"" else subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=dict(env),
+            pass_fds=tuple(pass_fds),
+            cwd=cwd,
+            start_new_session=True,
+        )
+        self.pid = self._process.pid
+        self._open = 0
+        self._closed = asyncio.Event()
+        self.output = asyncio.Event()
+        for pipe, capture in ((self._process.stdout, self.stdout), (self._process.stderr, self.stderr)):
+            self._attach(pipe, capture)
+        self._feeding = asyncio.ensure_future(self._feed(stdin)) if stdin else None
+
+    def _attach(self, pipe: BinaryIO | None, capture: Capture) -> None:  # type: ignore[explicit-any,unused-ignore]
+        assert pipe is not None
+        os.set_blocking(pipe.fileno(), False)
+        self._open += 1
+        self._loop.add_reader(pipe.fileno(), self._readable, pipe, capture)
+
+    def _readable(self, pipe: BinaryIO, capture: Capture) -> None:
+        try:
+            data = os.read(pipe.fileno(), _CHUNK)
+        except BlockingIOError:
+            return
+        if data:
+            capture.feed(data)
+            self.output.set()
+        else:
+            self._detach(pipe)
+
+    def _detach(self, pipe: BinaryIO) -> None:
+        if pipe.closed:
+            return
+        self._loop.remove_reader(pipe.fileno())
+        pipe.close()
+        self._open -= 1
+        if not self._open:
+            self._closed.set()
+        self.output.set()
+
+    async def _feed(self, data: bytes) -> None:
+        pipe = self._process.stdin
+        assert pipe is not None
+
+        def write() -> None:
+            try:
+                pipe.write(data)
+                pipe.close()
+            except BrokenPipeError:
+                pass  # the command did not want its input
+
+        await asyncio.to_thread(write)
+
+    async def wait(self) -> int:
+        """Wait for the process itself, then shortly for its outputs (a background child may hold them open)."""
+        await self._exited()
+        try:
+            await asyncio.wait_for(self._closed.wait(), _DRAIN_S)
+        except TimeoutError:
+            pass
+        return self._process.returncode
+
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    async def _exited(self) -> None:
+        if self._process.poll() is not None:
+            return
+        fd = os.pidfd_open(self.pid)
+        done = self._loop.create_future()
+        self._loop.add_reader(fd, lambda: done.done() or done.set_result(None))
+        try:
+            await done
+        finally:
+            self._loop.remove_reader(fd)
+            os.close(fd)
+        self._process.wait()
+
+    def kill(self) -> None:
+        """SIGKILL the process and its session."""
+        for send in (os.killpg, os.kill):
+            try:
+                send(self.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+    def close(self) -> None:
+        """Let go of the pipes. The process must have been waited for or killed."""
+        for pipe in (self._process.stdout, self._process.stderr):
+            if pipe is not None:
+                self._detach(pipe)
+        if self._feeding is not None:
+            self._feeding.cancel()
+        if self._process.stdin is not None and not self._process.stdin.closed:
+            try:
+                self._process.stdin.close()
+            except BrokenPipeError:
+                pass

@@ -1,0 +1,89 @@
+"""Finds and ends what dead owners left behind, without a ledger: every process carries its owner's tag.
+
+A tag is "pid-starttime", so a reused pid is not mistaken for its predecessor. The race that needs
+this: a bwrap killed while it starts can leave its inner process behind for good, because the kernel's
+parent-death signal was not armed yet.
+"""
+
+import os
+import signal
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from miles.sandboxes.cgroups import reap_cgroups
+
+__all__ = ["alive_owners", "owner_tag", "processes_with", "reap"]
+
+_PROC = Path("/proc")
+
+
+def owner_tag() -> str:
+    """The tag of this process."""
+    return _tag(os.getpid())
+
+
+@cache
+def _tag(pid: int) -> str:
+    return f"{pid}-{_start_time(pid)}"
+
+
+def _start_time(pid: int) -> str:
+    stat = (_PROC / str(pid) / "stat").read_text()
+    return stat.rpartition(")")[2].split()[19]
+
+
+def _pids() -> Iterator[int]:
+    return (int(name) for name in os.listdir(_PROC) if name.isdigit())
+
+
+def alive_owners() -> set[str]:
+    """Tags of all processes that run now."""
+    tags = set()
+    for pid in _pids():
+        try:
+            tags.add(f"{pid}-{_start_time(pid)}")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return tags
+
+
+def processes_with(entry: str, namespace: str | None = None) -> list[int]:
+    """Processes whose environment has `entry` ("NAME=value"), optionally only of one PID namespace."""
+    needle, found = b"\0" + entry.encode() + b"\0", []
+    for pid in _pids():
+        try:
+            if namespace is not None and os.readlink(f"/proc/{pid}/ns/pid") != namespace:  # noqa: PTH115
+                continue
+            if needle in b"\0" + (_PROC / str(pid) / "environ").read_bytes():
+                found.append(pid)
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+    return found
+
+
+def reap(cgroups: tuple[Path, ...], alive: set[str]) -> int:
+    """Kill every process whose owner is dead, namespace inits first; remove their control groups."""
+    orphans: list[tuple[bool, int]] = []
+    for pid in _pids():
+        try:
+            environ = (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
+            owner = next((e[12:].decode() for e in environ if e.startswith(b"MILES_OWNER=")), None)
+            if owner is not None and owner not in alive:
+                orphans.append((not _is_init(pid), pid))
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+    for _, pid in sorted(orphans):
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    reap_cgroups(cgroups, alive)
+    return len(orphans)
+
+
+def _is_init(pid: int) -> bool:
+    for line in (_PROC / str(pid) / "status").read_text().splitlines():
+        if line.startswith("NSpid:"):
+            return len(line.split()) > 2 and line.split()[-1] == "1"
+    return False

@@ -1,0 +1,1 @@
+"""Trees to rows to loss to optimizer to published weights."""

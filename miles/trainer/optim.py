@@ -1,0 +1,82 @@
+"""Optimizers: AdamW, or Muon for the matrices and AdamW for the rest; learning rate by schedule."""
+
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from miles.config import Config
+
+__all__ = ["OptimConfig", "Optimizer"]
+
+
+class OptimConfig(Config):
+    """One optimizer and its schedule."""
+
+    kind: Literal["adamw", "muon"] = "adamw"
+    """muon: torch.optim.Muon on 2-D weights that are not embeddings, AdamW on the rest."""
+    lr: float = Field(1e-6, gt=0.0)
+    """Peak learning rate."""
+    warmup_steps: int = Field(0, ge=0)
+    """Steps of linear rise from 0."""
+    decay_steps: int = Field(0, ge=0)
+    """Steps over which the rate falls linearly to final_lr_ratio; 0: constant."""
+    final_lr_ratio: float = Field(0.1, ge=0.0, le=1.0)
+    """Share of lr at the end of the decay."""
+    weight_decay: float = Field(0.0, ge=0.0)
+    """Decoupled weight decay."""
+    beta1: float = 0.9
+    """AdamW's first moment."""
+    beta2: float = 0.95
+    """AdamW's second moment."""
+    max_grad_norm: float = Field(1.0, gt=0.0)
+    """Gradients are scaled down to this norm."""
+
+
+class Optimizer:
+    """Steps one or two torch optimizers together, with the schedule of `config`."""
+
+    def __init__(self, named_parameters: Iterable[tuple[str, Tensor]], config: OptimConfig) -> None:
+        self.config = config
+        self.steps = 0
+        named = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
+        matrices = [p for name, p in named if config.kind == "muon" and _is_matrix(name, p)]
+        chosen = {id(p) for p in matrices}
+        rest = [p for _, p in named if id(p) not in chosen]
+        betas = (config.beta1, config.beta2)
+        self.parts: list[torch.optim.Optimizer] = []
+        if matrices:
+            self.parts.append(
+                torch.optim.Muon(
+                    matrices, lr=config.lr, weight_decay=config.weight_decay, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+                )
+            )
+        if rest:
+            self.parts.append(torch.optim.AdamW(rest, lr=config.lr, betas=betas, weight_decay=config.weight_decay))
+
+    def step(self) -> float:
+        """Apply the gradients; returns the learning rate used."""
+        lr = self.learning_rate(self.steps)
+        for part in self.parts:
+            for group in part.param_groups:
+                group["lr"] = lr
+            part.step()
+        self.steps += 1
+        return lr
+
+    def zero_grad(self) -> None:
+        for part in self.parts:
+            part.zero_grad(set_to_none=True)
+
+    def learning_rate(self, step: int) -> float:
+        """Rate of the `step`-th update, counted from 0."""
+        config = self.config
+        rise = min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
+        done = min(1.0, step / config.decay_steps) if config.decay_steps else 0.0
+        return config.lr * rise * (1.0 - (1.0 - config.final_lr_ratio) * done)
+
+
+def _is_matrix(name: str, parameter: Tensor) -> bool:
+    return parameter.ndim == 2 and "embed" not in name and "lm_head" not in name

@@ -1,0 +1,164 @@
+"""The trainer as the driver sees it: rank processes (or this process), called together."""
+
+import asyncio
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from pydantic import Field
+
+from miles.config import Config
+from miles.errors import TrainerError
+from miles.processes import Worker
+from miles.trainer.backend import BackendConfig, StepSpec
+from miles.trainer.batch import micro_batches
+from miles.trainer.optim import OptimConfig
+from miles.trainer.rows import Row
+from miles.types import Weights, WeightVersion
+
+__all__ = ["Trainer", "TrainerConfig"]
+
+
+class TrainerConfig(Config):
+    """How many ranks, and what each of them runs."""
+
+    backend: str = "fsdp"
+    """Name of the backend."""
+    ranks: int = Field(1, ge=0)
+    """Trainer processes; 0 trains in the driver's own process (for debuggers)."""
+    compute: BackendConfig = BackendConfig()
+    """The backend's settings."""
+
+
+class _Rank(Protocol):
+    async def call(self, method: str, **kwargs: Any) -> Any: ...
+    async def close(self, grace_s: float = 5.0) -> None: ...
+
+
+class _OwnProcess:
+    """Rank 0 of 1 in a thread of this process."""
+
+    def __init__(self, rank: Any) -> None:
+        self._rank = rank
+
+    async def call(self, method: str, **kwargs: Any) -> Any:
+        return await asyncio.to_thread(getattr(self._rank, method), **kwargs)
+
+    async def close(self, grace_s: float = 5.0) -> None:
+        self._rank.close()
+
+
+class Trainer:
+    """Steps, scores, publishes and saves. Use as an async context manager."""
+
+    def __init__(self, model: Path, log_dir: Path, config: TrainerConfig | None = None) -> None:
+        self.config = config or TrainerConfig()
+        self._model, self._log_dir = model, log_dir
+        self._ranks: list[_Rank] = []
+        self._scratch = Path()
+
+    async def __aenter__(self) -> "Trainer":
+        self._scratch = Path(tempfile.mkdtemp(prefix="miles-trainer-"))
+        try:
+            self._ranks = await self._spawn()
+        except BaseException:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            raise
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await asyncio.gather(*(rank.close() for rank in self._ranks))
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    async def step(self, rows: Sequence[Row], spec: StepSpec, optim: OptimConfig) -> dict[str, float]:
+        """One optimizer step on `rows`, whose scales are set. Without rows nothing changes."""
+        if not rows:
+            return {"loss": 0.0, "tokens/trained": 0.0, "skipped_empty": 1.0}
+        shares = self._shares(rows)
+        results = await self._call("step", [{"batches": share} for share in shares], spec=spec, optim=optim)
+        metrics: dict[str, float] = results[0]
+        return metrics
+
+    async def score(self, rows: Sequence[Row], *, temperature: float) -> list[list[float]]:
+        """Logprob of every token of every row (0.0 for the first), in the order of `rows`."""
+        shares = self._shares(rows)
+        results = await self._call("score", [{"batches": share} for share in shares], temperature=temperature)
+        by_row = {
+            id(row): line
+            for share, scored in zip(shares, results, strict=True)
+            for batch, lines in zip(share, scored, strict=True)
+            for row, line in zip(batch, lines, strict=False)
+        }
+        return [by_row[id(row)] for row in rows]
+
+    async def weights(self, version: WeightVersion, directory: Path) -> Weights:
+        """A published snapshot in `directory` as an HF model directory."""
+        await self._call("export", directory=str(directory))
+        return Weights(version=version, directory=directory)
+
+    async def tensors(self, version: WeightVersion) -> Weights:
+        """A snapshot by value, for engines in this process (ranks=0)."""
+        if self.config.ranks != 0:
+            raise TrainerError("weights by value need trainer.ranks=0; use publish.kind=safetensors")
+        return Weights(version=version, tensors=(await self._call("tensors"))[0])
+
+    async def save(self, directory: Path) -> None:
+        """Every rank writes its part of a checkpoint."""
+        await self._call("save", directory=str(directory))
+
+    async def load(self, directory: Path) -> None:
+        """Every rank restores."""
+        await self._call("load", directory=str(directory))
+
+    def _shares(self, rows: Sequence[Row]) -> list[list[list[Row]]]:
+        budget = max(self.config.compute.micro_tokens, max(len(row.ids) for row in rows))
+        return micro_batches(rows, ranks=len(self._ranks), tokens=budget)
+
+    async def _call(self, method: str, each: Sequence[dict[str, Any]] | None = None, **same: Any) -> list[Any]:
+        """Call a collective on every rank. One dead rank would hang the others, so the first failure ends all."""
+        each = each or [{} for _ in self._ranks]
+        calls = [asyncio.ensure_future(r.call(method, **own, **same)) for r, own in zip(self._ranks, each, strict=True)]
+        try:
+            return await asyncio.gather(*calls)
+        except BaseException:
+            for call in calls:
+                call.cancel()
+            raise
+
+    async def _spawn(self) -> list[_Rank]:
+        settings = {
+            "model": str(self._model),
+            "backend": self.config.backend,
+            "config": self.config.compute,
+            "rendezvous": str(self._scratch / "rendezvous"),
+        }
+        if self.config.ranks == 0:
+            from miles.trainer.rank import TrainerRank
+
+            return [_OwnProcess(await asyncio.to_thread(TrainerRank, **settings, rank=0, world=1))]
+        env = {"OMP_NUM_THREADS": str(self.config.compute.threads), "GLOO_SOCKET_IFNAME": "lo"}
+        starts = [
+            asyncio.ensure_future(
+                Worker.start(
+                    "miles.trainer.rank:TrainerRank",
+                    {**settings, "rank": rank, "world": self.config.ranks},
+                    name=f"trainer rank {rank}",
+                    log=self._log_dir / f"trainer-{rank}.log",
+                    failed=TrainerError,
+                    lost=TrainerError,
+                    env=env,
+                )
+            )
+            for rank in range(self.config.ranks)
+        ]
+        try:
+            return list(await asyncio.gather(*starts))
+        except BaseException:
+            for start in starts:
+                start.cancel()
+                with contextlib.suppress(BaseException):
+                    await (await start).close(grace_s=0)
+            raise
