@@ -79,7 +79,7 @@ class Worker:
         ours, theirs = socket.socketpair()
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as sink:
-            process = subprocess.Popen(
+            process = subprocess.Popen(  # noqa: ASYNC220  returns after the fork
                 [sys.executable, "-m", "miles.processes", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=sink,

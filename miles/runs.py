@@ -1,12 +1,12 @@
 """The run folder: everything a run leaves, and the only code that writes there.
 
-    RUN/config.toml           the resolved recipe
-    RUN/metrics.jsonl         one line a step (kind "step"), evaluation, warm start, checkpoint, end
-    RUN/episodes/NAME.jsonl   trees with ids, logprobs, versions and outcomes
-    RUN/checkpoints/step-N/   dcp/ (all ranks), hf/ (a loadable model), state.json (the driver's)
-    RUN/model/                the model that the run began with, when the recipe made it
-    RUN/logs/                 the child processes' output
-    RUN/reward.png            the learning curve
+RUN/config.toml           the resolved recipe
+RUN/metrics.jsonl         one line a step (kind "step"), evaluation, warm start, checkpoint, end
+RUN/episodes/NAME.jsonl   trees with ids, logprobs, versions and outcomes
+RUN/checkpoints/step-N/   dcp/ (all ranks), hf/ (a loadable model), state.json (the driver's)
+RUN/model/                the model that the run began with, when the recipe made it
+RUN/logs/                 the child processes' output
+RUN/reward.png            the learning curve
 """
 
 import errno
@@ -41,7 +41,9 @@ class RunFolder:
             except FileExistsError:
                 continue
             except OSError as error:
-                raise RunError(f"cannot make {folder.path}: {error.strerror}; set run.root to a writable folder") from error
+                raise RunError(
+                    f"cannot make {folder.path}: {error.strerror}; set run.root to a writable folder"
+                ) from error
             for part in ("episodes", "checkpoints", "logs"):
                 (folder.path / part).mkdir()
             return folder

@@ -7,7 +7,6 @@ appear here. Lengths in tokens, times in seconds, versions are integers that nam
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol, TypeVar
 
@@ -293,9 +292,13 @@ class Reporter(Protocol):
     def event(self, kind: str, data: Mapping[str, Any]) -> None: ...
 
 
-@cache
+_adapters: dict[Any, TypeAdapter[Any]] = {}
+
+
 def _adapter(cls: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(cls)
+    if cls not in _adapters:
+        _adapters[cls] = TypeAdapter(cls)
+    return _adapters[cls]
 
 
 def to_json(value: Any) -> bytes:

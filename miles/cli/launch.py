@@ -38,4 +38,3 @@ def launch(options: argparse.Namespace) -> int:
         except asyncio.CancelledError:
             return 130
     return 0
-

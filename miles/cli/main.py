@@ -14,7 +14,8 @@ __all__ = ["main", "parser"]
 def parser() -> argparse.ArgumentParser:
     """The whole command line."""
     top = argparse.ArgumentParser(
-        prog="miles", description="Any environment, any agent harness, any sandbox; one asynchronous RL trainer."
+        prog="miles",
+        description="Any environment, any agent harness, any sandbox; one asynchronous RL trainer.",
     )
     top.add_argument("--version", action="version", version=f"miles {__version__}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)

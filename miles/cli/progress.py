@@ -75,7 +75,10 @@ class RichReporter:
         self._steps: list[dict[str, str]] = []
         self._tick: Mapping[str, Any] = {}
         self._bar = Progress(
-            TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn()
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed}/{task.total}"),
+            TimeElapsedColumn(),
         )
         self._task: Any = None
         self._phase = ""

@@ -16,7 +16,11 @@ ACT_TOOL: ToolSpec = {
     "function": {
         "name": "act",
         "description": "Take one action in the environment and see what it answers.",
-        "parameters": {"type": "object", "properties": {"action": {"type": "string"}}, "required": ["action"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"action": {"type": "string"}},
+            "required": ["action"],
+        },
     },
 }
 

@@ -1,4 +1,4 @@
-"""Gymnasium both ways: any `gymnasium.Env` with discrete or text actions is a taskset, a toy of ours is a gymnasium.Env."""
+"""Gymnasium both ways: a `gymnasium.Env` with discrete or text actions is a taskset, our toy is a gymnasium.Env."""
 
 import asyncio
 import math
@@ -20,7 +20,9 @@ __all__ = ["GuessNumberGym", "GymnasiumTaskset", "as_float", "register"]
 class GymnasiumTaskset(Taskset):
     """Every seed is a task of the environment that `make` builds; actions come as text."""
 
-    def __init__(self, make: Callable[[], "gymnasium.Env[Any, Any]"], *, name: str = "gymnasium", count: int = 1024) -> None:
+    def __init__(
+        self, make: Callable[[], "gymnasium.Env[Any, Any]"], *, name: str = "gymnasium", count: int = 1024
+    ) -> None:
         self.name, self._make, self._count = name, make, count
 
     def tasks(self, split: str) -> Sequence[Task]:
@@ -59,9 +61,7 @@ class _GymnasiumEnv(BaseEnv):
         value = as_float(reward)
         self._total += value
         self._over = bool(terminated or truncated)
-        return Step(
-            observation=str(observation), reward=value, terminated=bool(terminated), truncated=bool(truncated)
-        )
+        return Step(observation=str(observation), reward=value, terminated=bool(terminated), truncated=bool(truncated))
 
     async def score(self, transcript: Transcript) -> Score:
         return Score(reward=self._total)
@@ -97,7 +97,7 @@ def _parse_action(space: Any, action: str) -> Any:
     raise EnvError(f"actions of {space} cannot be written as text; wrap the environment with a Discrete or Text space")
 
 
-class GuessNumberGym(gymnasium.Env[str, str]):
+class GuessNumberGym(gymnasium.Env[str, str]):  # type: ignore[misc]  # Any without its stubs
     """Our GuessNumber for anything that speaks Gymnasium."""
 
     metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012  Gymnasium declares it so

@@ -53,7 +53,10 @@ class GuessNumberTaskset(Taskset):
     def task(self, split: str, seed: int) -> Task:
         """The task of one seed."""
         secret = random.Random(f"{split}/{seed}").randint(1, self.highest)
-        prompt = {"role": "user", "content": f"Guess my number between 1 and {self.highest} with the act tool."}
+        prompt = {
+            "role": "user",
+            "content": f"Guess my number between 1 and {self.highest} with the act tool.",
+        }
         return Task(id=f"{split}/{seed}", prompt=(prompt,), data={"secret": secret, "guesses": 7}, split=split)
 
     def env(self, task: Task, sandbox: Sandbox | None) -> Env:

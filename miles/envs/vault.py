@@ -4,6 +4,7 @@ The user names a file. The file says either `see NAME` or `key NN`; the agent re
 shell tool, up to `depth` of them, and must end with `answer NN`. Guessing is right once in a hundred.
 """
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 
@@ -15,11 +16,13 @@ from miles.types import Env, Message, Score, Task, Transcript
 
 __all__ = ["KEYS", "NAMES", "VaultConfig", "VaultTaskset"]
 
-NAMES = tuple(
-    "amber anvil apple arrow badge basil beach berry birch blaze brick brook cabin camel cedar chalk clock cloud "
-    "coral crane daisy delta diner eagle ember fable ferry flint frost ghost grape hazel honey ivory jewel lemon "
-    "lilac maple night ocean olive pearl piano quilt raven river stone tulip".split()
-)
+_WORDS = """
+amber anvil apple arrow badge basil beach berry birch blaze brick brook
+cabin camel cedar chalk clock cloud coral crane daisy delta diner eagle
+ember fable ferry flint frost ghost grape hazel honey ivory jewel lemon
+lilac maple night ocean olive pearl piano quilt raven river stone tulip
+"""
+NAMES = tuple(_WORDS.split())
 KEYS = tuple(f"{number:02d}" for number in range(100))
 
 
@@ -85,7 +88,7 @@ class VaultEnv(BaseEnv):
 def _make_task(task_id: str, split: str, rng: random.Random, depth: int) -> Task:
     names = rng.sample(NAMES, rng.randint(1, depth))
     key = rng.choice(KEYS)
-    files = {name: f"see {following}" for name, following in zip(names, names[1:], strict=False)}
+    files = {name: f"see {following}" for name, following in itertools.pairwise(names)}
     files[names[-1]] = f"key {key}"
     prompt: Message = {"role": "user", "content": f"open {names[0]}"}
     return Task(id=task_id, prompt=(prompt,), data={"files": files, "key": key}, split=split)

@@ -70,7 +70,9 @@ async def resume(folder: RunFolder, config: RunConfig, reporter: Reporter) -> Ru
     """Go on from the newest checkpoint with the same data cursor."""
     checkpoints = folder.checkpoints()
     if not checkpoints:
-        raise ConfigError(f"{folder.path} has no checkpoint to resume from; start again with `miles launch {config.name}`")
+        raise ConfigError(
+            f"{folder.path} has no checkpoint to resume from; start again with `miles launch {config.name}`"
+        )
     await _go(config, _taskset(config), folder, reporter, checkpoint=checkpoints[-1])
     return folder
 
@@ -170,7 +172,7 @@ async def _parts(
                 "recipe": config.name,
                 "env": f"{taskset.name} ({len(taskset.tasks('train'))} tasks)",
                 "harness": config.generation or config.harness.name,
-                "sandbox": f"{config.sandbox.backend} (isolation {capabilities.isolation}, limits {capabilities.limits})",
+                "sandbox": f"{config.sandbox.backend} ({capabilities.isolation} isolation, {capabilities.limits} limits)",
                 "engine": config.engine.name,
                 "trainer": f"{config.trainer.backend}, ranks {config.trainer.ranks}",
                 "model": describe(model),
@@ -225,7 +227,11 @@ def _engine(config: RunConfig, model: Path, folder: RunFolder) -> Engine:
     plugin = resolve("engines", config.engine.name)
     if plugin is EmbeddedEngine:
         return EmbeddedEngine(
-            model, folder.logs, config.engine.embedded, temperature=config.sampling.temperature, seed=config.run.seed
+            model,
+            folder.logs,
+            config.engine.embedded,
+            temperature=config.sampling.temperature,
+            seed=config.run.seed,
         )
     engine: Engine = plugin(model) if isinstance(plugin, type) else plugin
     return engine

@@ -34,7 +34,13 @@ class TinyModelConfig(Config):
 
 
 def make_tiny_model(
-    directory: Path, config: TinyModelConfig, *, seed: int, words: Sequence[str], tools: Sequence[ToolSpec], example: Sequence[Message]
+    directory: Path,
+    config: TinyModelConfig,
+    *,
+    seed: int,
+    words: Sequence[str],
+    tools: Sequence[ToolSpec],
+    example: Sequence[Message],
 ) -> None:
     """Write a Hugging Face model directory. The same arguments give the same bytes."""
     import torch
@@ -89,7 +95,10 @@ def _with_tokens(tokens: Sequence[str]) -> Any:
     unique = list(dict.fromkeys(tokens))
     raw.add_tokens([AddedToken(text, special=False, normalized=False) for text in unique])
     return PreTrainedTokenizerFast(
-        tokenizer_object=raw, eos_token="<|im_end|>", pad_token="<|endoftext|>", clean_up_tokenization_spaces=False
+        tokenizer_object=raw,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        clean_up_tokenization_spaces=False,
     )
 
 

@@ -193,7 +193,9 @@ class EpisodeRunner:
         except EngineError as error:
             episode = context.episode(Tree(), Discarded(reason="engine", detail=str(error)))
         except Exception:  # noqa: BLE001  one episode's failure must not end its siblings or the run
-            episode = context.episode(Tree(), Discarded(reason="generation_failed", detail=traceback.format_exc()[-2000:]))
+            episode = context.episode(
+                Tree(), Discarded(reason="generation_failed", detail=traceback.format_exc()[-2000:])
+            )
         context.timings["total"] = time.monotonic() - began
         return episode
 
@@ -230,7 +232,12 @@ class AgentGenerate:
             raise _Discard("reset_failed", traceback.format_exc()) from None
 
     async def _act(
-        self, context: GenerateContext, env: Env, observation: Observation, sandbox: Sandbox | None, session: Session
+        self,
+        context: GenerateContext,
+        env: Env,
+        observation: Observation,
+        sandbox: Sandbox | None,
+        session: Session,
     ) -> Faulted | None:
         """Let the harness run. Returns the policy's fault; raises _Discard or SandboxError for infrastructure's."""
         agent = AgentContext(
@@ -291,5 +298,5 @@ def _scored(score: Any) -> Outcome:
 async def _close(env: Env) -> None:
     try:
         await asyncio.wait_for(env.close(), 10)
-    except Exception:  # noqa: BLE001  the boundary to an environment's code
+    except Exception:
         log.warning("env.close() failed", exc_info=True)

@@ -51,7 +51,9 @@ class SharedEvaluator:
         async def one(task: Task) -> Episode:
             async with slots:
                 for attempt in range(self._retries + 1):
-                    episode = await self._runner.run(Job(task=task, group_id=f"eval-v{version}-{task.id}", attempt=attempt))
+                    episode = await self._runner.run(
+                        Job(task=task, group_id=f"eval-v{version}-{task.id}", attempt=attempt)
+                    )
                     self._on_episode(episode)
                     if not isinstance(episode.outcome, Discarded):
                         break

@@ -34,7 +34,9 @@ class RolloutSource:
             if len(taken) == n:
                 self._taken += n
                 return taken
-        raise RunError(f"the rollout ended with {len(taken)} of {n} groups for a step; make groups() endless or ask less")
+        raise RunError(
+            f"the rollout ended with {len(taken)} of {n} groups for a step; make groups() endless or ask less"
+        )
 
     def advance(self, version: WeightVersion) -> None:
         self.version = version

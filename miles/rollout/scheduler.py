@@ -145,7 +145,11 @@ class AsyncRollout:
 
     def now(self) -> dict[str, float]:
         """What is going on at this moment."""
-        return {"in_flight": float(len(self._running)), "buffered_groups": float(len(self._ready)), **self._totals}
+        return {
+            "in_flight": float(len(self._running)),
+            "buffered_groups": float(len(self._ready)),
+            **self._totals,
+        }
 
     def state(self) -> dict[str, Any]:
         """Next task of the order, and the admitted ones that were not handed out yet."""

@@ -1,11 +1,12 @@
 """Host processes without threads: spawn, bounded capture, exact end (pidfd), on the running event loop."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
-from typing import BinaryIO
+from typing import IO
 
 __all__ = ["Capture", "Child"]
 
@@ -74,13 +75,13 @@ class Child:
             self._attach(pipe, capture)
         self._feeding = asyncio.ensure_future(self._feed(stdin)) if stdin else None
 
-    def _attach(self, pipe: BinaryIO | None, capture: Capture) -> None:  # type: ignore[explicit-any,unused-ignore]
+    def _attach(self, pipe: IO[bytes] | None, capture: Capture) -> None:
         assert pipe is not None
         os.set_blocking(pipe.fileno(), False)
         self._open += 1
         self._loop.add_reader(pipe.fileno(), self._readable, pipe, capture)
 
-    def _readable(self, pipe: BinaryIO, capture: Capture) -> None:
+    def _readable(self, pipe: IO[bytes], capture: Capture) -> None:
         try:
             data = os.read(pipe.fileno(), _CHUNK)
         except BlockingIOError:
@@ -91,7 +92,7 @@ class Child:
         else:
             self._detach(pipe)
 
-    def _detach(self, pipe: BinaryIO) -> None:
+    def _detach(self, pipe: IO[bytes]) -> None:
         if pipe.closed:
             return
         self._loop.remove_reader(pipe.fileno())
@@ -117,10 +118,8 @@ class Child:
     async def wait(self) -> int:
         """Wait for the process itself, then shortly for its outputs (a background child may hold them open)."""
         await self._exited()
-        try:
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._closed.wait(), _DRAIN_S)
-        except TimeoutError:
-            pass
         return self._process.returncode
 
     @property
@@ -132,7 +131,7 @@ class Child:
             return
         fd = os.pidfd_open(self.pid)
         done = self._loop.create_future()
-        self._loop.add_reader(fd, lambda: done.done() or done.set_result(None))
+        self._loop.add_reader(fd, _resolve, done)
         try:
             await done
         finally:
@@ -156,7 +155,10 @@ class Child:
         if self._feeding is not None:
             self._feeding.cancel()
         if self._process.stdin is not None and not self._process.stdin.closed:
-            try:
+            with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.close()
-            except BrokenPipeError:
-                pass
+
+
+def _resolve(future: "asyncio.Future[None]") -> None:
+    if not future.done():
+        future.set_result(None)

@@ -26,7 +26,7 @@ from miles.sandboxes.reaper import alive_owners, owner_tag, processes_with, reap
 __all__ = ["LocalBackend", "LocalSandbox"]
 
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-_READY = 'printf ready; read _ || exit 0'
+_READY = "printf ready; read _ || exit 0"
 _JOIN = 'ulimit -c 0; for d in $1; do echo $$ > "$d/cgroup.procs" || exit 125; done; shift; exec "$@"'
 _BEST_EFFORT = 'ulimit -c 0; ulimit -v "$1"; ulimit -f "$2"; shift 2; exec "$@"'
 _PASSWD = b"agent:x:1000:1000::/workspace:/bin/sh\nroot:x:0:0::/root:/bin/sh\n"
@@ -77,7 +77,8 @@ class LocalBackend:
             words = child.stderr.value().decode(errors="replace").strip()
             return (
                 f"user namespaces do not work here ({words}); try `sysctl -w user.max_user_namespaces=15000`, on "
-                "Ubuntu `sysctl -w kernel.apparmor_restrict_unprivileged_userns=0`, in Docker --security-opt seccomp=unconfined"
+                "Ubuntu `sysctl -w kernel.apparmor_restrict_unprivileged_userns=0`, "
+                "in Docker --security-opt seccomp=unconfined"
             )
         except TimeoutError:
             return "bwrap did not answer within 10 s"
@@ -92,7 +93,9 @@ class LocalBackend:
 
             return UnisolatedSandbox(spec)
         if spec.network != "none":
-            raise SandboxError("the local backend offers network='none' only; choose another backend for network access")
+            raise SandboxError(
+                "the local backend offers network='none' only; choose another backend for network access"
+            )
         name = f"{owner_tag()}.{next(_counter)}"
         contents = {**spec.files, "/etc/passwd": _PASSWD}
         files = [os.memfd_create("file") for _ in contents]
@@ -104,7 +107,14 @@ class LocalBackend:
                 _write_all(fd, data)
                 os.lseek(fd, 0, os.SEEK_SET)
             group = make_cgroup(self._cgroups, name, spec.resources) if self._cgroups else None
-            argv = [*self._bwrap_argv(spec, dict(zip(contents, files, strict=True))), "--info-fd", str(write_end), "/bin/sh", "-c", _READY]
+            argv = [
+                *self._bwrap_argv(spec, dict(zip(contents, files, strict=True))),
+                "--info-fd",
+                str(write_end),
+                "/bin/sh",
+                "-c",
+                _READY,
+            ]
             env = {"PATH": _PATH, "MILES_OWNER": owner_tag()}
             child = Child(argv, env=env, pass_fds=[*files, write_end])
             os.close(write_end)

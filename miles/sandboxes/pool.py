@@ -85,7 +85,7 @@ class SandboxPool:
             began = time.monotonic()
             task = self._spawn(self._backend.create(spec))
             try:
-                sandbox = await asyncio.wait_for(asyncio.shield(task), self.config.create_timeout_s)
+                sandbox: Sandbox = await asyncio.wait_for(asyncio.shield(task), self.config.create_timeout_s)
             except TimeoutError as error:
                 self._discard_later(task)
                 raise SandboxCreateFailed(

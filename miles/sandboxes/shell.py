@@ -25,7 +25,7 @@ async def run_shell(sandbox: Sandbox, arguments: dict[str, Any], *, timeout_s: f
     """Text for the model: the command's output, and how it ended unless it ended well."""
     command = arguments.get("command")
     if not isinstance(command, str) or not command.strip() or "\0" in command:
-        return "error: shell needs {\"command\": \"...\"}"
+        return 'error: shell needs {"command": "..."}'
     command = command.encode("utf-8", "replace").decode()
     result = await sandbox.exec(command, timeout_s=timeout_s, max_output=max_output)
     if result.outcome == "timeout":

@@ -45,7 +45,12 @@ class UnisolatedSandbox:
     ) -> ExecResult:
         check_timeout(timeout_s)
         argv = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
-        variables = {"PATH": os.environ.get("PATH", os.defpath), "HOME": str(self._root), **self._spec.env, **(env or {})}
+        variables = {
+            "PATH": os.environ.get("PATH", os.defpath),
+            "HOME": str(self._root),
+            **self._spec.env,
+            **(env or {}),
+        }
         variables |= {"MILES_OWNER": owner_tag(), "MILES_EXEC": self._mark}
         began = time.monotonic()
         folder = str(self._host(cwd) if cwd else self._root)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from miles.types import Episode, Group
 
-__all__ = ["grpo", "group_advantages"]
+__all__ = ["group_advantages", "grpo"]
 
 
 def grpo(rewards: Sequence[float], *, divide_by_std: bool = True) -> list[float]:

@@ -67,5 +67,3 @@ class Backend(Protocol):
     def load(self, directory: Path) -> None:
         """Restore what `save` wrote."""
         ...
-
-

@@ -68,12 +68,16 @@ def normalize(rows: Sequence[Row], owned_of: dict[str, int], *, unit: LossUnit, 
     of_group: Counter[str] = Counter()
     for row in rows:
         of_group[row.group] += row.n_owned
-    scale = {
-        "episode": lambda row: 1.0 / (episodes * max(1, owned_of[row.episode])),
-        "token": lambda row: 1.0 / total,
-        "group": lambda row: 1.0 / (max(1, len(of_group)) * max(1, of_group[row.group])),
-        "constant": lambda row: 1.0 / (episodes * constant),
-    }[unit]
+
+    def scale(row: Row) -> float:
+        if unit == "episode":
+            return 1.0 / (episodes * max(1, owned_of[row.episode]))
+        if unit == "token":
+            return 1.0 / total
+        if unit == "group":
+            return 1.0 / (max(1, len(of_group)) * max(1, of_group[row.group]))
+        return 1.0 / (episodes * constant)
+
     return [replace(row, scale=scale(row)) for row in rows]
 
 
@@ -99,4 +103,3 @@ def _pack(rows: Sequence[Row], tokens: int) -> list[list[Row]]:
         else:
             packed.append([row])
     return packed
-

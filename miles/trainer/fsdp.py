@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
+from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -76,7 +78,11 @@ class FsdpBackend:
         finite = torch.isfinite(torch.tensor(grad_norm)).item()
         lr = self.optimizer.step() if finite else 0.0
         self.optimizer.zero_grad()
-        return self._reduced(sums, diff_max) | {"grad_norm": grad_norm, "lr": lr, "skipped_not_finite": float(not finite)}
+        return self._reduced(sums, diff_max) | {
+            "grad_norm": grad_norm,
+            "lr": lr,
+            "skipped_not_finite": float(not finite),
+        }
 
     def _loss(self, rows: Sequence[Row], spec: StepSpec) -> tuple[Tensor, dict[str, Tensor], float]:
         """(scaled sum of token losses, sums for metrics, largest logprob difference to the engine's)."""
@@ -142,8 +148,8 @@ class FsdpBackend:
             yield name, full.detach()
 
     def save(self, directory: Path) -> None:
-        dcp.save(self._state(), checkpoint_id=str(directory / "dcp"))
-        extra = {"rng": torch.get_rng_state()}
+        save_sharded(self._state(), checkpoint_id=str(directory / "dcp"))
+        extra: dict[str, Any] = {"rng": torch.get_rng_state()}
         if self.optimizer is not None:
             extra |= {"optim": self.optimizer.config.model_dump(), "steps": self.optimizer.steps}
         torch.save(extra, directory / f"rank{self.rank}.pt")
@@ -157,8 +163,8 @@ class FsdpBackend:
             _fill(self.optimizer)
         try:
             state = self._state()
-            dcp.load(state, checkpoint_id=str(directory / "dcp"))
-        except (dcp.CheckpointException, FileNotFoundError) as error:
+            load_sharded(state, checkpoint_id=str(directory / "dcp"))
+        except (CheckpointException, FileNotFoundError) as error:
             raise TrainerError(f"checkpoint {directory} cannot be read: {error}; resume from an older one") from error
         set_model_state_dict(self.model, state["model"])
         if mine.exists():

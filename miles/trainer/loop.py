@@ -104,16 +104,21 @@ class Driver:
     async def warm_start(self, rows: Iterator[Row]) -> None:
         """Supervised steps; `rows` are demonstrations."""
         config = self.config.warm_start
+        coming = asyncio.create_task(asyncio.to_thread(lambda: list(islice(rows, config.batch))))
         for step in range(config.steps):
-            batch = await asyncio.to_thread(lambda: list(islice(rows, config.batch)))
+            batch = await coming
+            coming = asyncio.create_task(asyncio.to_thread(lambda: list(islice(rows, config.batch))))
             if not batch:
-                raise TrainerError("warm_start needs demonstrations, and the taskset has none: set train.warm_start.steps=0")
+                raise TrainerError(
+                    "warm_start needs demonstrations, and the taskset has none: set train.warm_start.steps=0"
+                )
             owned = {"": sum(row.n_owned for row in batch)}
             scaled = normalize(batch, owned, unit="token")
             metrics = await self._trainer.step(scaled, StepSpec(loss="sft"), config.optim)
             self._tell("warm_start", {"step": step + 1, "steps": config.steps, **metrics})
             if self.stop.is_set():
-                return
+                break
+        await coming
 
     async def evaluate(self) -> None:
         """Measure the version that is being served now."""

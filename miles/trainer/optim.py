@@ -50,7 +50,11 @@ class Optimizer:
         if matrices:
             self.parts.append(
                 torch.optim.Muon(
-                    matrices, lr=config.lr, weight_decay=config.weight_decay, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+                    matrices,
+                    lr=config.lr,
+                    weight_decay=config.weight_decay,
+                    momentum=0.95,
+                    adjust_lr_fn="match_rms_adamw",
                 )
             )
         if rest:

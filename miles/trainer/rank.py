@@ -17,7 +17,15 @@ from miles.trainer.rows import Row
 
 __all__ = ["TrainerRank"]
 
-_TOKENIZER_FILES = ("tokenizer", "special_tokens", "vocab", "merges", "chat_template", "added_tokens", "generation_config")
+_TOKENIZER_FILES = (
+    "tokenizer",
+    "special_tokens",
+    "vocab",
+    "merges",
+    "chat_template",
+    "added_tokens",
+    "generation_config",
+)
 
 
 class TrainerRank:

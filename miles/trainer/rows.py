@@ -70,5 +70,10 @@ def _trimmed(row: Row) -> Row:
 
 def _named(row: Row, group: str, episode: str) -> Row:
     return Row(
-        ids=row.ids, owned=row.owned, logprobs=row.logprobs, versions=row.versions, group=group, episode=episode
+        ids=row.ids,
+        owned=row.owned,
+        logprobs=row.logprobs,
+        versions=row.versions,
+        group=group,
+        episode=episode,
     )

@@ -129,7 +129,7 @@ class Trainer:
             raise
 
     async def _spawn(self) -> list[_Rank]:
-        settings = {
+        settings: dict[str, Any] = {
             "model": str(self._model),
             "backend": self.config.backend,
             "config": self.config.compute,

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Protocol
 
-from miles.types import GenerateRequest, Generated, Weights, WeightVersion
+from miles.types import Generated, GenerateRequest, Weights, WeightVersion
 
 __all__ = ["Engine", "OnTokens"]
 

@@ -85,7 +85,14 @@ class ContinuousEngine:
 
     @deferred
     def generate(
-        self, reply: Reply, *, id: str, prompt_ids: list[int], max_tokens: int, stop: list[int], streaming: bool
+        self,
+        reply: Reply,
+        *,
+        id: str,
+        prompt_ids: list[int],
+        max_tokens: int,
+        stop: list[int],
+        streaming: bool,
     ) -> None:
         """Queue one generation; `reply` gets a Generated at the end, and the ids so far when streaming."""
         with self._lock:

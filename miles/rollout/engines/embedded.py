@@ -10,7 +10,7 @@ from miles.config import Config
 from miles.errors import ConfigError, EngineError, EngineLost
 from miles.processes import Worker
 from miles.rollout.engines.base import OnTokens
-from miles.types import GenerateRequest, Generated, Weights, WeightVersion
+from miles.types import Generated, GenerateRequest, Weights, WeightVersion
 
 __all__ = ["EmbeddedConfig", "EmbeddedEngine"]
 
@@ -40,7 +40,13 @@ class EmbeddedEngine:
     """Client of one engine process; replaces the process when it dies, at the last published weights."""
 
     def __init__(
-        self, model: Path, log_dir: Path, config: EmbeddedConfig | None = None, *, temperature: float = 1.0, seed: int = 0
+        self,
+        model: Path,
+        log_dir: Path,
+        config: EmbeddedConfig | None = None,
+        *,
+        temperature: float = 1.0,
+        seed: int = 0,
     ) -> None:
         self.config = config or EmbeddedConfig()
         self.restarted = 0

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from miles.errors import EngineError
 from miles.rollout.engines.base import OnTokens
-from miles.types import Finish, GenerateRequest, Generated, Weights, WeightVersion
+from miles.types import Finish, Generated, GenerateRequest, Weights, WeightVersion
 
 __all__ = ["Reply", "ScriptedEngine"]
 
@@ -80,7 +80,9 @@ class ScriptedEngine:
         turn = self._turn.get(request.session, 0)
         self._turn[request.session] = turn + 1
         if turn >= len(self._script):
-            raise EngineError(f"the script has {len(self._script)} replies; session {request.session} asked for one more")
+            raise EngineError(
+                f"the script has {len(self._script)} replies; session {request.session} asked for one more"
+            )
         return self._script[turn]
 
     def _ids(self, reply: str | Sequence[int]) -> list[int]:

@@ -14,7 +14,16 @@ from miles.types import Finish
 __all__ = ["ChatStream", "error_reply", "parse", "reply"]
 
 _ROLES = {"system", "developer", "user", "assistant", "tool"}
-_RECORDED = ("temperature", "top_p", "top_k", "seed", "logprobs", "top_logprobs", "presence_penalty", "frequency_penalty")
+_RECORDED = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "logprobs",
+    "top_logprobs",
+    "presence_penalty",
+    "frequency_penalty",
+)
 
 
 def parse(body: Any) -> ChatRequest:
@@ -30,7 +39,11 @@ def parse(body: Any) -> ChatRequest:
         text_of(message.get("content"))
     if body.get("n") not in (None, 1):
         raise SessionError("n must be 1: send the request again for a sibling", code="unsupported_n")
-    for name, fine in (("tool_choice", ("auto", "none")), ("stop", ([], "")), ("response_format", ({"type": "text"},))):
+    for name, fine in (
+        ("tool_choice", ("auto", "none")),
+        ("stop", ([], "")),
+        ("response_format", ({"type": "text"},)),
+    ):
         if body.get(name) is not None and body[name] not in fine:
             raise SessionError(f"{name}={json.dumps(body[name])[:80]} cannot be honoured exactly; leave it out")
     max_tokens = body.get("max_completion_tokens", body.get("max_tokens"))

@@ -5,6 +5,7 @@ missing, text against a list of text parts, the spelling of a call's JSON. Reaso
 the comparison, since many clients do not send it back; a matched turn keeps its own tokens anyway.
 """
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Sequence
@@ -66,10 +67,8 @@ def _call(call: dict[str, Any]) -> list[Any]:
     function = call.get("function") or {}
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        try:
+        with contextlib.suppress(json.JSONDecodeError):
             arguments = json.loads(arguments) if arguments.strip() else {}
-        except json.JSONDecodeError:
-            pass
     return [call.get("id"), function.get("name"), arguments or {}]
 
 

@@ -46,16 +46,16 @@ class Rendering:
         """Ids of the whole conversation up to where the assistant begins to write."""
         with self._lock:
             ids: list[int] = self.renderer.render_ids(
-                [_for_template(m, i) for i, m in enumerate(messages)], tools=tools or None, add_generation_prompt=True
+                [_for_template(m, i) for i, m in enumerate(messages)],
+                tools=tools or None,
+                add_generation_prompt=True,
             )
             return ids
 
     def demonstration(self, messages: list[Message], tools: list[ToolSpec]) -> tuple[list[int], list[bool]]:
         """Ids of a finished conversation and which of them the policy would have sampled."""
         with self._lock:
-            rendered = self.renderer.render(
-                [_for_template(m, i) for i, m in enumerate(messages)], tools=tools or None
-            )
+            rendered = self.renderer.render([_for_template(m, i) for i, m in enumerate(messages)], tools=tools or None)
         if not rendered.sampled_mask:
             raise ConfigError("this model family cannot tell sampled tokens from template text; SFT needs a known one")
         ids, sampled = list(rendered.token_ids), list(rendered.sampled_mask)
@@ -126,7 +126,10 @@ class Rendering:
         """Render, parse and bridge one tool conversation; ConfigError when any of it is not exact."""
         tools: list[ToolSpec] = [_PROBE_TOOL]
         call = {"id": "call_0", "type": "function", "function": {"name": "probe", "arguments": '{"x": "1"}'}}
-        user, assistant = {"role": "user", "content": "go"}, {"role": "assistant", "content": "", "tool_calls": [call]}
+        user, assistant = (
+            {"role": "user", "content": "go"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        )
         prompt = self.full([user], tools)
         ids, sampled = self.demonstration([user, assistant], tools)
         answer = [token for token, own in zip(ids, sampled, strict=True) if own]

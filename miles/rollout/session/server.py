@@ -66,13 +66,19 @@ class SessionServer:
     """Holds open sessions and serves them over HTTP. Use as an async context manager."""
 
     def __init__(
-        self, engine: Engine, rendering: Rendering, config: SessionConfig | None = None, *, max_tokens: int = 1024
+        self,
+        engine: Engine,
+        rendering: Rendering,
+        config: SessionConfig | None = None,
+        *,
+        max_tokens: int = 1024,
     ) -> None:
         self.config = config or SessionConfig()
         self._engine, self._rendering, self._max_tokens = engine, rendering, max_tokens
         self._sessions: dict[str, Session] = {}
         self._by_key: dict[str, Session] = {}
         self._ended: dict[str, float] = {}
+        self._next_sweep = 0.0
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self.url = ""
@@ -148,6 +154,9 @@ class SessionServer:
 
     def _forget_expired(self) -> None:
         now = time.monotonic()
+        if now < self._next_sweep:
+            return
+        self._next_sweep = now + 60.0
         self._ended = {name: until for name, until in self._ended.items() if until > now}
 
     def _find(self, request: Request) -> Session:
@@ -193,7 +202,11 @@ class SessionServer:
         )
 
     async def _events(
-        self, stream: chat.ChatStream, task: "asyncio.Task[Completion]", progress: "_Progress", tools: list[Any]
+        self,
+        stream: chat.ChatStream,
+        task: "asyncio.Task[Completion]",
+        progress: "_Progress",
+        tools: list[Any],
     ) -> AsyncIterator[bytes]:
         try:
             yield stream.start()
@@ -277,7 +290,9 @@ async def _healthy(request: Request) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
-    return await _miles_error(request, SessionError(f"{request.method} {request.url.path}: no such route", status=status))
+    return await _miles_error(
+        request, SessionError(f"{request.method} {request.url.path}: no such route", status=status)
+    )
 
 
 async def _miles_error(request: Request, error: Exception) -> Response:

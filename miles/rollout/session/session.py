@@ -15,7 +15,18 @@ from miles.errors import ContextOverflow, EngineError, SessionError
 from miles.rollout.engines.base import Engine
 from miles.rollout.session.matching import chain, root_key
 from miles.rollout.session.rendering import ParsedMessage, Rendering
-from miles.types import Edge, Finish, GenerateRequest, Generated, Limits, Message, ToolSpec, Transcript, Tree, Turn
+from miles.types import (
+    Edge,
+    Finish,
+    Generated,
+    GenerateRequest,
+    Limits,
+    Message,
+    ToolSpec,
+    Transcript,
+    Tree,
+    Turn,
+)
 
 __all__ = ["ChatRequest", "Completion", "Session"]
 
@@ -120,7 +131,9 @@ class Session:
         """Whether a model call is being answered right now."""
         return bool(self._flights)
 
-    async def complete(self, request: ChatRequest, on_tokens: Callable[[tuple[int, ...]], None] | None = None) -> Completion:
+    async def complete(
+        self, request: ChatRequest, on_tokens: Callable[[tuple[int, ...]], None] | None = None
+    ) -> Completion:
         """Answer one request. Identical requests in flight share one generation.
 
         Cancelling (the client went away) aborts the generation after a grace time without waiters.
@@ -199,7 +212,11 @@ class Session:
         self.engine_failure = None
         tools = list(request.tools)
         parsed = await self._offload(
-            len(generated.output_ids) * 4, self._rendering.parse, list(generated.output_ids), tools, plan.prompt_ids
+            len(generated.output_ids) * 4,
+            self._rendering.parse,
+            list(generated.output_ids),
+            tools,
+            plan.prompt_ids,
         )
         if self._ended:
             self._refuse_if_ended()
@@ -319,9 +336,7 @@ class Session:
         calls = tuple((c["function"]["name"], c["function"]["arguments"]) for c in record.message.get("tool_calls", ()))
         return Completion(
             turn=turn,
-            parsed=ParsedMessage(
-                record.message["content"] or "", record.message.get("reasoning_content", ""), calls
-            ),
+            parsed=ParsedMessage(record.message["content"] or "", record.message.get("reasoning_content", ""), calls),
             message=record.message,
             finish=generated.finish,
             prompt_tokens=len(self._prompt_of(turn)),
@@ -403,7 +418,11 @@ def _message(parsed: ParsedMessage) -> Message:
         message["reasoning_content"] = parsed.reasoning
     if parsed.calls:
         message["tool_calls"] = [
-            {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": {"name": n, "arguments": a}}
+            {
+                "id": f"call_{secrets.token_hex(12)}",
+                "type": "function",
+                "function": {"name": n, "arguments": a},
+            }
             for n, a in parsed.calls
         ]
     return message
@@ -419,5 +438,3 @@ def _check(generated: Generated) -> None:
         )
     if not generated.output_ids and generated.finish is not Finish.ABORT:
         raise EngineError("engine returned no tokens")
-
-

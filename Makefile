@@ -1,0 +1,37 @@
+# Two commands are all a newcomer needs: `make quickstart` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+# Another build of torch: make TORCH='torch==2.13.0+cu130' …, with your index in PIP_EXTRA_INDEX_URL.
+TORCH ?= torch==2.13.0
+BIN = $(VENV)/bin
+
+.PHONY: quickstart test test-all check bench clean
+
+quickstart: $(VENV)/.installed
+	$(BIN)/miles launch quickstart
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest -q -m "not slow and not docker and not harness and not sglang"
+
+test-all: $(VENV)/.installed
+	$(BIN)/python -m pytest -q
+
+check: $(VENV)/.installed
+	$(BIN)/ruff check miles tests benchmarks
+	$(BIN)/ruff format --check miles tests benchmarks
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.installed
+	$(BIN)/python benchmarks/session_server.py
+	$(BIN)/python benchmarks/async_vs_sync.py
+
+# torch first: whatever depends on it then takes the build that is there.
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --disable-pip-version-check '$(TORCH)'
+	$(BIN)/pip install -q --disable-pip-version-check -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

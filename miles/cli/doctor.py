@@ -1,0 +1,79 @@
+"""`miles doctor`: what works on this machine, and what to install for the rest."""
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import shutil
+import socket
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+from miles.errors import SandboxError
+
+__all__ = ["checks", "doctor"]
+
+Check = tuple[str, bool, str]
+
+
+def doctor(options: argparse.Namespace) -> int:
+    """Print every check; the status tells whether the quickstart can run."""
+    found = list(checks())
+    if options.json:
+        print(json.dumps([{"name": name, "ok": ok, "detail": detail} for name, ok, detail in found], indent=1))
+    else:
+        for name, ok, detail in found:
+            print(f"{'ok ' if ok else '-- '} {name:18} {detail}")
+    needed = {"python", "torch", "transformers", "renderers", "local sandbox"}
+    return 0 if all(ok for name, ok, _ in found if name in needed) else 1
+
+
+def checks() -> Iterator[Check]:
+    """(name, present, version or what to do) of everything that some part of Miles can use."""
+    yield "python", sys.version_info >= (3, 11), platform.python_version()
+    for package in ("torch", "transformers", "renderers", "openai"):
+        yield _package(package, f"pip install '{package}'")
+    yield _local_sandbox()
+    yield _cuda()
+    yield _docker()
+    yield _package("sglang", "not needed for the embedded engine; SGLang lives in an environment of its own")
+    for package in ("gymnasium", "docker", "e2b", "modal", "daytona"):
+        yield _package(package, f"optional: pip install {package}")
+
+
+def _package(name: str, hint: str) -> Check:
+    try:
+        return name, True, metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return name, False, hint
+
+
+def _local_sandbox() -> Check:
+    from miles.sandboxes.local import LocalBackend
+
+    try:
+        capabilities = asyncio.run(LocalBackend().probe())
+    except SandboxError as error:
+        return "local sandbox", False, str(error)
+    return "local sandbox", True, f"isolation {capabilities.isolation}, limits {capabilities.limits}"
+
+
+def _cuda() -> Check:
+    if not Path("/proc/driver/nvidia").exists():
+        return "gpu", False, "no NVIDIA driver; everything runs on the CPU"
+    return "gpu", True, "NVIDIA driver present"
+
+
+def _docker() -> Check:
+    if shutil.which("docker") is None:
+        return "docker engine", False, "optional: install Docker for the docker sandbox"
+    host = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock").removeprefix("unix://")
+    try:
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.connect(host)
+    except OSError as error:
+        return "docker engine", False, f"the client is here, no engine answers at {host} ({error.strerror})"
+    return "docker engine", True, host

@@ -1,0 +1,112 @@
+"""`miles recipe …` and `miles runs …`: read files, print them."""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from miles.cli.progress import sparkline
+from miles.config import dump_toml, read_toml
+from miles.errors import ConfigError
+from miles.recipes.config import list_recipes, load_recipe
+from miles.runs import RunFolder, list_runs
+
+__all__ = ["recipe_list", "recipe_show", "runs_list", "runs_show"]
+
+
+def recipe_list(options: argparse.Namespace) -> int:
+    """Names and descriptions."""
+    for name, description in list_recipes():
+        print(f"{name:20} {description}")
+    return 0
+
+
+def recipe_show(options: argparse.Namespace) -> int:
+    """A recipe with every default filled in."""
+    print(dump_toml(load_recipe(options.recipe)), end="")
+    return 0
+
+
+def runs_list(options: argparse.Namespace) -> int:
+    """One line a run."""
+    rows = [_summary(run) for run in list_runs(options.root)]
+    if options.json:
+        print(json.dumps(rows, indent=1))
+        return 0
+    if not rows:
+        print(f"no runs in {options.root}; `miles launch quickstart` makes one")
+        return 0
+    table = Table(box=None, pad_edge=False)
+    for name in rows[0]:
+        table.add_column(name)
+    for row in rows:
+        table.add_row(*("-" if value is None else str(value) for value in row.values()))
+    Console().print(table)
+    return 0
+
+
+def runs_show(options: argparse.Namespace) -> int:
+    """All that is known of one run."""
+    run = _find(options.root, options.run)
+    steps, evaluations = run.metrics("step"), run.metrics("eval")
+    everything = {
+        **_summary(run),
+        "config": read_toml(run.config),
+        "steps": steps,
+        "evaluations": evaluations,
+        "outcomes": _outcomes(steps),
+        "checkpoints": [str(path) for path in run.checkpoints()],
+    }
+    if options.json:
+        print(json.dumps(everything, indent=1))
+        return 0
+    print(f"{run.path}\nrecipe {everything['recipe']}, {everything['state']}, step {everything['step']}")
+    for line in evaluations:
+        print(f"held-out success {line['reward']} at version {line['version']} ({line['episodes']} episodes)")
+    if steps:
+        rewards = [float(step["reward/mean"]) for step in steps]
+        print(f"reward {sparkline(rewards)} {rewards[0]:.2f} -> {rewards[-1]:.2f}")
+        print("outcomes " + ", ".join(f"{name} {count}" for name, count in everything["outcomes"].items()))
+        last = {k: v for k, v in steps[-1].items() if isinstance(v, int | float) and k != "time"}
+        print("last step " + "  ".join(f"{name}={value:.4g}" for name, value in last.items()))
+    for path in everything["checkpoints"]:
+        print(f"checkpoint {path} (loadable model in hf/)")
+    print(f"config {run.config}; plot {run.path / 'reward.png'}; episodes {run.path / 'episodes'}")
+    return 0
+
+
+def _find(root: Path, name: str) -> RunFolder:
+    for path in (Path(name), root / name):
+        if (path / "config.toml").is_file():
+            return RunFolder.open(path)
+    known = ", ".join(run.path.name for run in list_runs(root)[-5:]) or "none"
+    raise ConfigError(f"no run {name!r}; newest in {root}: {known}")
+
+
+def _summary(run: RunFolder) -> dict[str, Any]:
+    steps, evaluations, ends = run.metrics("step"), run.metrics("eval"), run.metrics("end")
+    state = "running or cut off" if not ends else "stopped" if ends[-1]["stopped"] else "finished"
+    rewards = [line["reward"] for line in evaluations]
+    started = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.config.stat().st_mtime))
+    return {
+        "run": run.path.name,
+        "recipe": read_toml(run.config).get("name"),
+        "started": started,
+        "state": state,
+        "step": steps[-1]["step"] if steps else 0,
+        "held-out first": rewards[0] if rewards else None,
+        "held-out last": rewards[-1] if rewards else None,
+    }
+
+
+def _outcomes(steps: list[dict[str, Any]]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for step in steps:
+        for name, value in step.items():
+            if name.startswith(("outcome/", "discarded/")):
+                counts[name] = counts.get(name, 0) + int(value)
+    return counts
