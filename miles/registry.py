@@ -28,6 +28,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
     "trainers": {"fsdp": "miles.trainer.fsdp:FsdpBackend"},
 }
 KINDS = tuple(BUILT_IN)
+_ONE = {"harnesses": "harness", "sandboxes": "sandbox"}
 
 
 def known(kind: str) -> dict[str, str]:
@@ -51,7 +52,7 @@ def resolve(kind: str, name: str) -> Any:
         near = difflib.get_close_matches(name, names, n=3)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
         raise ConfigError(
-            f"unknown {kind.removesuffix('s')} {name!r}{hint} Known: {', '.join(sorted(names))}. "
+            f"unknown {_ONE.get(kind, kind.removesuffix('s'))} {name!r}{hint} Known: {', '.join(sorted(names))}. "
             f"Use module:attr for your own, or install a package with an entry point in group 'miles.{kind}'."
         )
     return _load(kind, name, names[name])

@@ -37,8 +37,10 @@ class VaultConfig(Config):
     """Most files on the way to the key."""
     seed: int = 0
     """Which tasks there are."""
-    noise: float = 0.4
-    """How often the demonstrations' expert guesses or opens a wrong file."""
+    noise: float = 0.45
+    """How often the demonstrations' expert errs at a decision."""
+    guesses: float = 0.8
+    """Share of its errors that are answers out of the blue; the rest opens a wrong file."""
 
 
 class VaultTaskset(Taskset):
@@ -74,7 +76,7 @@ class VaultTaskset(Taskset):
         rng = random.Random(f"demonstrations/{self.config.seed}/{seed}")
         while True:
             task = _make_task("demo", "demo", rng, self.config.depth)
-            yield _demonstrate(task, rng, self.config.noise, self.config.depth + 2), (SHELL_TOOL,)
+            yield _demonstrate(task, rng, self.config), (SHELL_TOOL,)
 
 
 class VaultEnv(BaseEnv):
@@ -94,16 +96,16 @@ def _make_task(task_id: str, split: str, rng: random.Random, depth: int) -> Task
     return Task(id=task_id, prompt=(prompt,), data={"files": files, "key": key}, split=split)
 
 
-def _demonstrate(task: Task, rng: random.Random, noise: float, turns: int) -> tuple[Message, ...]:
+def _demonstrate(task: Task, rng: random.Random, config: VaultConfig) -> tuple[Message, ...]:
     files: dict[str, str] = task.data["files"]
     messages = list(task.prompt)
     hint = str(task.prompt[0]["content"])
-    for turn in range(turns):
-        errs = rng.random() < noise
+    for turn in range(config.depth + 2):
+        errs = rng.random() < config.noise
         word, _, value = hint.partition(" ")
         if word == "key" and not (errs and rng.random() < 0.5):
             return (*messages, _say(f"answer {value}"))
-        if errs and rng.random() < 0.6:
+        if errs and rng.random() < config.guesses:
             return (*messages, _say(f"answer {rng.choice(KEYS)}"))
         target = rng.choice(NAMES) if errs or word == "key" else value
         messages += _look(f"call_{turn}", target, files.get(target, _missing(target)))

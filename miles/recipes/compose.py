@@ -172,7 +172,7 @@ async def _parts(
                 "recipe": config.name,
                 "env": f"{taskset.name} ({len(taskset.tasks('train'))} tasks)",
                 "harness": config.generation or config.harness.name,
-                "sandbox": f"{config.sandbox.backend} ({capabilities.isolation} isolation, {capabilities.limits} limits)",
+                "sandbox": f"{config.sandbox.backend} ({capabilities.isolation}, limits {capabilities.limits})",
                 "engine": config.engine.name,
                 "trainer": f"{config.trainer.backend}, ranks {config.trainer.ranks}",
                 "model": describe(model),

@@ -2,43 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
-from pydantic import Field
-
-from miles.config import Config
-from miles.trainer.losses import PolicyLossConfig
-from miles.trainer.optim import OptimConfig
 from miles.trainer.rows import Row
+from miles.trainer.settings import BackendConfig, OptimConfig, StepSpec
 from miles.types import WeightVersion
 
-__all__ = ["Backend", "BackendConfig", "StepSpec"]
-
-
-class BackendConfig(Config):
-    """How the model is held and computed."""
-
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Compute type; master weights and reductions are float32."""
-    micro_tokens: int = Field(8192, gt=0)
-    """Padded tokens of one forward pass."""
-    threads: int = Field(1, gt=0)
-    """CPU threads of a rank."""
-    seed: int = 0
-    """Seed of every rank's generators."""
-
-
-class StepSpec(Config):
-    """What one optimizer step minimises."""
-
-    loss: Literal["policy", "sft"]
-    """Clipped policy gradient, or negative log-likelihood."""
-    policy: PolicyLossConfig = PolicyLossConfig()
-    """Settings of the policy loss."""
-    temperature: float = Field(1.0, gt=0.0)
-    """The temperature that tokens were sampled at."""
-    version: WeightVersion = 0
-    """The version that the weights have before the step."""
+__all__ = ["Backend"]
 
 
 class Backend(Protocol):

@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from miles.errors import TrainerError
-from miles.trainer.backend import BackendConfig, StepSpec
 from miles.trainer.losses import policy_loss, sft_loss, token_logprobs
-from miles.trainer.optim import OptimConfig, Optimizer
+from miles.trainer.optim import Optimizer
 from miles.trainer.rows import Row
+from miles.trainer.settings import BackendConfig, OptimConfig, StepSpec
 
 __all__ = ["FsdpBackend"]
 

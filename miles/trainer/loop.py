@@ -13,12 +13,10 @@ from pydantic import Field
 from miles.config import Config
 from miles.errors import TrainerError
 from miles.runs import RunFolder
-from miles.trainer.backend import StepSpec
 from miles.trainer.batch import Batch, LossUnit, build_batch, normalize
-from miles.trainer.losses import PolicyLossConfig
-from miles.trainer.optim import OptimConfig
 from miles.trainer.publish import Publisher
 from miles.trainer.rows import Row
+from miles.trainer.settings import OptimConfig, PolicyLossConfig, StepSpec
 from miles.trainer.trainer import Trainer
 from miles.types import Evaluator, Group, GroupSource, Reporter
 

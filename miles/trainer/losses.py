@@ -4,29 +4,13 @@ Masked positions are replaced before any arithmetic, so a NaN or an overflow the
 """
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
-from miles.config import Config
+from miles.trainer.settings import PolicyLossConfig
 
-__all__ = ["PolicyLossConfig", "policy_loss", "sft_loss", "token_logprobs"]
+__all__ = ["policy_loss", "sft_loss", "token_logprobs"]
 
 _MAX_LOG_RATIO = 20.0
-
-
-class PolicyLossConfig(Config):
-    """Clipped policy gradient (PPO, arXiv 1707.06347, eq. 7) against the engine's own logprobs."""
-
-    clip_low: float = Field(0.2, ge=0.0, lt=1.0)
-    """Ratio may fall to 1 - clip_low."""
-    clip_high: float = Field(0.28, ge=0.0)
-    """Ratio may rise to 1 + clip_high (DAPO, arXiv 2503.14476)."""
-    dual_clip: float = Field(3.0, gt=1.0)
-    """Bound of the loss at negative advantage, in advantages (arXiv 1912.09729)."""
-    mask_low: float = Field(0.125, ge=0.0)
-    """Tokens whose ratio is below this are left out: too far off-policy."""
-    mask_high: float = Field(8.0, gt=0.0)
-    """Tokens whose ratio is above this are left out."""
 
 
 def token_logprobs(logits_BTV: Tensor, ids_BT: Tensor, temperature: float) -> Tensor:

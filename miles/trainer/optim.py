@@ -1,38 +1,13 @@
 """Optimizers: AdamW, or Muon for the matrices and AdamW for the rest; learning rate by schedule."""
 
 from collections.abc import Iterable
-from typing import Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
-from miles.config import Config
+from miles.trainer.settings import OptimConfig
 
-__all__ = ["OptimConfig", "Optimizer"]
-
-
-class OptimConfig(Config):
-    """One optimizer and its schedule."""
-
-    kind: Literal["adamw", "muon"] = "adamw"
-    """muon: torch.optim.Muon on 2-D weights that are not embeddings, AdamW on the rest."""
-    lr: float = Field(1e-6, gt=0.0)
-    """Peak learning rate."""
-    warmup_steps: int = Field(0, ge=0)
-    """Steps of linear rise from 0."""
-    decay_steps: int = Field(0, ge=0)
-    """Steps over which the rate falls linearly to final_lr_ratio; 0: constant."""
-    final_lr_ratio: float = Field(0.1, ge=0.0, le=1.0)
-    """Share of lr at the end of the decay."""
-    weight_decay: float = Field(0.0, ge=0.0)
-    """Decoupled weight decay."""
-    beta1: float = 0.9
-    """AdamW's first moment."""
-    beta2: float = 0.95
-    """AdamW's second moment."""
-    max_grad_norm: float = Field(1.0, gt=0.0)
-    """Gradients are scaled down to this norm."""
+__all__ = ["Optimizer"]
 
 
 class Optimizer:

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from miles.registry import resolve
-from miles.trainer.backend import Backend, BackendConfig, StepSpec
-from miles.trainer.optim import OptimConfig
+from miles.trainer.backend import Backend
 from miles.trainer.rows import Row
+from miles.trainer.settings import BackendConfig, OptimConfig, StepSpec
 
 __all__ = ["TrainerRank"]
 

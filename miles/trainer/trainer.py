@@ -13,10 +13,9 @@ from pydantic import Field
 from miles.config import Config
 from miles.errors import TrainerError
 from miles.processes import Worker
-from miles.trainer.backend import BackendConfig, StepSpec
 from miles.trainer.batch import micro_batches
-from miles.trainer.optim import OptimConfig
 from miles.trainer.rows import Row
+from miles.trainer.settings import BackendConfig, OptimConfig, StepSpec
 from miles.types import Weights, WeightVersion
 
 __all__ = ["Trainer", "TrainerConfig"]

@@ -135,10 +135,10 @@ class Rendering:
         answer = [token for token, own in zip(ids, sampled, strict=True) if own]
         parsed = self.parse(answer, tools, prompt)
         if [(name, json.loads(args)) for name, args in parsed.calls] != [("probe", {"x": "1"})]:
-            raise ConfigError(f"this tokenizer does not survive its own tool call: parsed {parsed}; set session.family")
+            raise ConfigError(f"this tokenizer does not survive its own tool call: parsed {parsed}; set session.rendering.family")
         tail = self.bridge(prompt, answer, [{"role": "tool", "tool_call_id": "call_0", "content": "ok"}], tools)
         if tail is None or not tail or answer[-1] not in self.stop_ids:
-            raise ConfigError("this model family cannot extend a sampled turn exactly; set session.family")
+            raise ConfigError("this model family cannot extend a sampled turn exactly; set session.rendering.family")
 
 
 _PROBE_TOOL: ToolSpec = {
@@ -169,7 +169,7 @@ def load_rendering(model: Path, config: RenderingConfig | None = None) -> Render
             settings = type(settings)(enable_thinking=config.thinking)
         rendering = Rendering(tokenizer, renderers.create_renderer(tokenizer, settings))
     except (ValueError, AssertionError) as error:
-        raise ConfigError(f"cannot render for {model} as family {family!r}: {error}; set session.family") from error
+        raise ConfigError(f"cannot render for {model} as family {family!r}: {error}; set session.rendering.family") from error
     rendering.self_test()
     return rendering
 
@@ -180,7 +180,7 @@ def _detect(model: Path) -> str:
     family = _FAMILY_OF_MODEL_TYPE.get(model_type)
     if family is None:
         raise ConfigError(
-            f"cannot tell the chat family of {model} (model_type {model_type!r}); name one: session.family=qwen3"
+            f"cannot tell the chat family of {model} (model_type {model_type!r}); name one: session.rendering.family=qwen3"
         )
     return family
 
