@@ -190,8 +190,7 @@ class SessionServer:
         progress = _Progress()
         task = asyncio.create_task(session.complete(asked, progress.tokens))
         task.add_done_callback(lambda _: progress.event.set())
-        with contextlib.suppress(TimeoutError):  # quick failures still get their own HTTP status
-            await asyncio.wait_for(progress.event.wait(), self.config.keepalive_s)
+        await _first_sign(request, task, progress, self.config.keepalive_s)
         if task.done() and task.exception() is not None:
             await task
         stream = chat.ChatStream(asked.model, include_usage=bool(options.get("include_usage")))
@@ -266,14 +265,15 @@ class _Progress:
         self.event.set()
 
 
+async def _gone(request: Request) -> None:
+    """Return when the client disconnects."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
 async def _unless_gone(request: Request, task: "asyncio.Task[Completion]") -> Completion:
     """Wait for the task; cancel it when the client disconnects first."""
-
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    watcher = asyncio.create_task(gone())
+    watcher = asyncio.create_task(_gone(request))
     try:
         await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -282,6 +282,21 @@ async def _unless_gone(request: Request, task: "asyncio.Task[Completion]") -> Co
     finally:
         watcher.cancel()
         task.cancel()
+
+
+async def _first_sign(
+    request: Request, task: "asyncio.Task[Completion]", progress: "_Progress", patience_s: float
+) -> None:
+    """Wait a little before the headers go out, so that quick failures still get their own HTTP status."""
+    watcher, sign = asyncio.create_task(_gone(request)), asyncio.create_task(progress.event.wait())
+    try:
+        await asyncio.wait({watcher, sign}, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+        if watcher.done() and not sign.done():
+            task.cancel()
+            raise SessionError("the client went away", status=499, code="client_closed")
+    finally:
+        watcher.cancel()
+        sign.cancel()
 
 
 async def _healthy(request: Request) -> Response:

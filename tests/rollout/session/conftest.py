@@ -19,6 +19,6 @@ def serve(rendering):
     """A session server around an engine; use as `async with serve(engine) as server`."""
 
     def make(engine, **settings):
-        return SessionServer(engine, rendering, SessionConfig(**{"grace_s": 0.05, **settings}), max_tokens=64)
+        return SessionServer(engine, rendering, SessionConfig(**{"grace_s": 0.05, **settings}), max_tokens=256)
 
     return make

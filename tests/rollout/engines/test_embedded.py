@@ -1,0 +1,71 @@
+import asyncio
+import os
+import signal
+
+import pytest
+
+from miles.errors import ConfigError, EngineError, EngineLost
+from miles.rollout.engines.embedded import EmbeddedConfig, EmbeddedEngine
+from miles.types import GenerateRequest, Weights
+
+
+def request(name="r", max_tokens=8):
+    return GenerateRequest(id=name, session="s", prompt_ids=[1, 2, 3], max_tokens=max_tokens)
+
+
+@pytest.fixture
+async def engine(model, tmp_path):
+    made = EmbeddedEngine(model, tmp_path, EmbeddedConfig(restarts=1))
+    await made.start()
+    yield made
+    await made.close()
+
+
+async def test_generate_stream_cancel_and_publish(engine, model):
+    seen = []
+    reply = await engine.generate(request(), seen.append)
+    assert len(reply.output_ids) == 8
+    assert seen[-1] == reply.output_ids[: len(seen[-1])]
+    long = asyncio.create_task(engine.generate(request(max_tokens=400)))
+    await asyncio.sleep(0.1)
+    long.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await long
+    await engine.load(Weights(version=5, directory=model))
+    assert engine.version == 5
+    assert (await engine.generate(request())).versions == (5,) * 8
+
+
+async def test_a_killed_engine_comes_back_at_the_published_version_once(engine, model):
+    await engine.load(Weights(version=3, directory=model))
+    running = [asyncio.create_task(engine.generate(request(f"r{n}", 300))) for n in range(4)]
+    await asyncio.sleep(0.05)
+    os.kill(engine.pid, signal.SIGKILL)
+    for result in await asyncio.gather(*running, return_exceptions=True):
+        assert isinstance(result, EngineLost)
+        assert "engine.log" in str(result)
+    assert (await engine.generate(request())).versions == (3,) * 8
+    assert engine.restarted == 1
+    os.kill(engine.pid, signal.SIGKILL)
+    await asyncio.sleep(0.1)
+    with pytest.raises(EngineError, match="died 2 times"):
+        await engine.generate(request())
+
+
+async def test_closing_leaves_no_process(model, tmp_path):
+    engine = EmbeddedEngine(model, tmp_path)
+    await engine.start()
+    pid = engine.pid
+    await engine.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+async def test_weights_by_value_do_not_reach_another_process(engine):
+    with pytest.raises(EngineError, match="publish.kind=safetensors"):
+        await engine.load(Weights(version=1, tensors={}))
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        EmbeddedEngine(tmp_path, tmp_path)
