@@ -37,10 +37,12 @@ class VaultConfig(Config):
     """Most files on the way to the key."""
     seed: int = 0
     """Which tasks there are."""
-    noise: float = 0.45
-    """How often the demonstrations' expert errs at a decision."""
-    guesses: float = 0.8
-    """Share of its errors that are answers out of the blue; the rest opens a wrong file."""
+    guess_first: float = 0.3
+    """How often the demonstrations answer out of the blue before any file was read."""
+    guess_later: float = 0.6
+    """How often they do after a file that only names another file."""
+    wrong_file: float = 0.05
+    """How often they open a file at random."""
 
 
 class VaultTaskset(Taskset):
@@ -72,7 +74,7 @@ class VaultTaskset(Taskset):
         return SandboxSpec(files={f"/workspace/{name}": text.encode() for name, text in task.data["files"].items()})
 
     def demonstrations(self, seed: int) -> Iterator[Demonstration]:
-        """An expert that errs: RL has to learn when to look, where, and when to stop."""
+        """A hasty expert: it can do everything, and reinforcement learning has to teach it to look first."""
         rng = random.Random(f"demonstrations/{self.config.seed}/{seed}")
         while True:
             task = _make_task("demo", "demo", rng, self.config.depth)
@@ -101,13 +103,12 @@ def _demonstrate(task: Task, rng: random.Random, config: VaultConfig) -> tuple[M
     messages = list(task.prompt)
     hint = str(task.prompt[0]["content"])
     for turn in range(config.depth + 2):
-        errs = rng.random() < config.noise
         word, _, value = hint.partition(" ")
-        if word == "key" and not (errs and rng.random() < 0.5):
+        if word == "key":
             return (*messages, _say(f"answer {value}"))
-        if errs and rng.random() < config.guesses:
+        if rng.random() < (config.guess_first if word == "open" else config.guess_later):
             return (*messages, _say(f"answer {rng.choice(KEYS)}"))
-        target = rng.choice(NAMES) if errs or word == "key" else value
+        target = rng.choice(NAMES) if rng.random() < config.wrong_file else value
         messages += _look(f"call_{turn}", target, files.get(target, _missing(target)))
         hint = files.get(target, hint)
     return tuple(messages[:-1])

@@ -19,7 +19,8 @@ from miles.types import Message, ToolSpec
 __all__ = ["TinyModelConfig", "make_tiny_model"]
 
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-_MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
+_NO_THOUGHT = "<think>\n\n</think>\n\n"  # what the template writes before every answer
+_MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>", _NO_THOUGHT)
 
 
 class TinyModelConfig(Config):

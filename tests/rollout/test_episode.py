@@ -1,0 +1,270 @@
+"""Every way an episode can end, and what it is counted as."""
+
+import asyncio
+import math
+
+import pytest
+
+from miles.envs.base import BaseEnv, Taskset
+from miles.errors import EngineLost, EnvError, HarnessError, SandboxLost
+from miles.harnesses.base import FunctionHarness
+from miles.harnesses.react import ReactConfig, ReactHarness
+from miles.rollout.episode import AgentGenerate, EpisodeConfig, EpisodeRunner, Job
+from miles.sandboxes.base import SandboxSpec
+from miles.sandboxes.local import LocalBackend
+from miles.sandboxes.pool import SandboxPool
+from miles.types import Discarded, Faulted, Limits, Score, Scored, Task
+from tests.rollout.session.conftest import engine_of, serve  # noqa: F401  fixtures
+
+USER = {"role": "user", "content": "open amber"}
+TASK = Task(id="t", prompt=(USER,))
+
+
+class Env(BaseEnv):
+    async def score(self, transcript):
+        return Score(reward=float(transcript.final_text == "answer 42"))
+
+
+class Tasks(Taskset):
+    """One task whose Env is a given class."""
+
+    def __init__(self, env=Env, spec=None, on_agent_failure="fault"):
+        self._env, self._spec, self.on_agent_failure = env, spec, on_agent_failure
+        self.made = []
+
+    def env(self, task, sandbox):
+        self.made.append(self._env(task))
+        return self.made[-1]
+
+    def sandbox(self, task):
+        return self._spec
+
+
+def env_with(**methods):
+    return type("Env", (Env,), methods)
+
+
+@pytest.fixture
+async def play(serve, engine_of):  # noqa: F811
+    """Run one episode of a harness against a script; returns the episode."""
+
+    async def make(agent=None, script=("answer 42",), taskset=None, task=TASK, latency_s=0.0, **limits):
+        pool = SandboxPool(LocalBackend())
+        harness = ReactHarness(ReactConfig(max_turns=4)) if agent is None else FunctionHarness(agent)
+        async with serve(engine_of(list(script), latency_s=latency_s)) as server:
+            config = EpisodeConfig(**limits)
+            runner = EpisodeRunner(taskset or Tasks(), server, pool, AgentGenerate(harness), config)
+            episode = await runner.run(Job(task=task, group_id="g"))
+            assert server._sessions == {}
+        await harness.close()
+        await pool.close()
+        assert pool.counters["created"] == pool.counters["destroyed"]
+        return episode
+
+    return make
+
+
+async def ask_once(context):
+    from openai import AsyncOpenAI
+
+    endpoint = context.endpoint
+    async with AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0) as client:
+        await client.chat.completions.create(model="m", messages=list(context.observation.messages))
+
+
+async def test_a_scored_episode_has_its_tree_and_timings(play):
+    episode = await play()
+    assert episode.outcome == Scored(reward=1.0)
+    assert len(episode.tree.turns) == 1
+    assert set(episode.timings) == {"reset", "agent", "score", "total"}
+
+
+async def test_a_real_sandbox_a_real_tool(play):
+    call = '<tool_call>\n{"name": "shell", "arguments": {"command": "cat amber"}}\n</tool_call>'
+    spec = SandboxSpec(files={"/workspace/amber": b"key 42"})
+    episode = await play(script=[call, "answer 42"], taskset=Tasks(spec=spec))
+    assert episode.outcome == Scored(reward=1.0)
+    assert episode.tree.turns[1].messages[0]["content"] == "key 42"
+
+
+def raising(error):
+    async def method(self, *arguments):
+        raise error
+
+    return method
+
+
+async def hang(self, *arguments):
+    await asyncio.sleep(60)
+
+
+def returning(value):
+    async def method(self, *arguments):
+        return value
+
+    return method
+
+
+@pytest.mark.parametrize(
+    ("score", "reason"),
+    [
+        (raising(ValueError("boom")), "score_failed"),
+        (hang, "score_timeout"),
+        (returning(Score(reward=math.nan)), "score_not_finite"),
+        (returning(Score(reward=math.inf)), "score_not_finite"),
+        (returning("high"), "score_not_finite"),
+        (returning(None), "score_not_finite"),
+        (raising(SandboxLost("gone")), "sandbox"),
+    ],
+)
+async def test_a_scoring_function_that_fails_never_makes_a_reward(play, score, reason):
+    episode = await play(taskset=Tasks(env_with(score=score)), score_s=0.2)
+    assert isinstance(episode.outcome, Discarded)
+    assert episode.outcome.reason == reason
+    assert episode.reward is None
+    assert len(episode.tree.turns) == 1
+
+
+async def test_the_detail_of_a_failed_score_is_its_traceback(play):
+    episode = await play(taskset=Tasks(env_with(score=raising(ValueError("boom")))))
+    assert "ValueError: boom" in episode.outcome.detail
+
+
+@pytest.mark.parametrize(("reset", "reason"), [(raising(KeyError("k")), "reset_failed"), (hang, "reset_timeout")])
+async def test_an_environment_that_cannot_begin(play, reset, reason):
+    episode = await play(taskset=Tasks(env_with(reset=reset)), reset_s=0.2)
+    assert (type(episode.outcome), episode.outcome.reason) == (Discarded, reason)
+
+
+async def exits_at_once(context):
+    return None
+
+
+async def crashes_before_asking(context):
+    raise RuntimeError("not installed")
+
+
+async def asks_and_crashes(context):
+    await ask_once(context)
+    raise RuntimeError("bug in the agent")
+
+
+async def never_exits(context):
+    await ask_once(context)
+    await asyncio.sleep(60)
+
+
+async def floods(context):
+    await ask_once(context)
+    for _ in range(100_000):
+        context.log("x" * 10_000)
+
+
+async def gives_up(context):
+    await ask_once(context)
+    raise HarnessError("too hard", reason="gave_up")
+
+
+@pytest.mark.parametrize(
+    ("agent", "outcome", "reason"),
+    [
+        (exits_at_once, Discarded, "no_model_call"),
+        (crashes_before_asking, Discarded, "no_model_call"),
+        (asks_and_crashes, Faulted, "agent_crashed"),
+        (never_exits, Faulted, "agent_timeout"),
+        (gives_up, Faulted, "gave_up"),
+    ],
+)
+async def test_agents_that_fail(play, agent, outcome, reason):
+    episode = await play(agent, agent_s=0.5)
+    assert (type(episode.outcome), episode.outcome.reason) == (outcome, reason)
+
+
+async def test_a_faulted_episode_keeps_its_tokens_and_has_reward_0(play):
+    episode = await play(asks_and_crashes)
+    assert episode.reward == 0.0
+    assert episode.tree.sampled_tokens > 0
+
+
+async def test_a_flood_of_log_lines_is_bounded_and_harmless(play):
+    assert (await play(floods)).outcome == Scored(reward=1.0)
+
+
+async def test_the_taskset_may_have_a_failed_agent_scored_as_it_stands(play):
+    episode = await play(asks_and_crashes, taskset=Tasks(on_agent_failure="score"))
+    assert episode.outcome == Scored(reward=1.0)
+
+
+async def loses_its_sandbox(context):
+    await ask_once(context)
+    raise SandboxLost("died in step 3")
+
+
+async def meets_an_env_bug(context):
+    await ask_once(context)
+    raise EnvError("nan reward")
+
+
+@pytest.mark.parametrize(("agent", "reason"), [(loses_its_sandbox, "sandbox"), (meets_an_env_bug, "env_step_failed")])
+async def test_infrastructure_is_never_the_policys_fault(play, agent, reason):
+    episode = await play(agent)
+    assert (type(episode.outcome), episode.outcome.reason) == (Discarded, reason)
+
+
+async def test_a_lost_engine_discards_the_episode(play):
+    episode = await play(ask_once, script=[EngineLost("gone")])
+    assert episode.outcome == Discarded(reason="engine", detail="gone")
+
+
+async def test_a_deadline_that_passes_while_the_engine_works_is_not_the_agents(play):
+    episode = await play(ask_once, latency_s=30, agent_s=0.3)
+    assert (type(episode.outcome), episode.outcome.reason) == (Discarded, "engine_slow")
+
+
+async def test_a_task_may_bring_its_own_limits(play):
+    task = Task(id="t", prompt=(USER,), limits=Limits(turns=1, wall_s=0.5))
+    call = '<tool_call>\n{"name": "none", "arguments": {}}\n</tool_call>'
+    episode = await play(script=[call] * 9, task=task)
+    assert (type(episode.outcome), episode.outcome.reason) == (Faulted, "turn_limit")
+    episode = await play(never_exits, task=task)
+    assert episode.outcome.reason == "agent_timeout"
+
+
+async def test_cancelling_leaves_nothing(play):
+    running = asyncio.create_task(play(never_exits, taskset=Tasks(spec=SandboxSpec())))
+    await asyncio.sleep(0.5)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+
+async def test_a_generation_layer_that_breaks_or_hangs_is_an_outcome(serve, engine_of):  # noqa: F811
+    async def broken(context):
+        raise KeyError("bug")
+
+    async def hanging(context):
+        async with context.session():
+            await asyncio.sleep(60)
+
+    task = Task(id="t", prompt=(USER,), limits=Limits(wall_s=-4.8))
+    async with serve(engine_of([])) as server:
+        for generate, job, reason in ((broken, TASK, "generation_failed"), (hanging, task, "wall_timeout")):
+            runner = EpisodeRunner(Tasks(), server, SandboxPool(LocalBackend()), generate)
+            episode = await runner.run(Job(task=job, group_id="g"))
+            assert episode.outcome.reason == reason
+
+
+async def test_the_generation_layer_in_ten_lines(serve, engine_of):  # noqa: F811
+    from miles.rollout.session.session import ChatRequest
+
+    async def generate(context):
+        async with context.session() as session:
+            done = await session.complete(ChatRequest(messages=context.task.prompt))
+            done.delivered()
+            return context.episode(session.tree(), Scored(reward=1.0))
+
+    async with serve(engine_of(["answer 42"])) as server:
+        runner = EpisodeRunner(Tasks(), server, SandboxPool(LocalBackend()), generate)
+        episode = await runner.run(Job(task=TASK, group_id="g"))
+    assert episode.reward == 1.0
+    assert episode.tree.turns[0].trainable

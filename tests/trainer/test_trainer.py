@@ -1,0 +1,217 @@
+"""Real FSDP2 ranks over gloo: one rank, two ranks and one plain process agree; what is saved is what comes back."""
+
+import os
+import random
+import signal
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from miles.errors import TrainerError
+from miles.trainer.batch import normalize
+from miles.trainer.losses import token_logprobs
+from miles.trainer.rows import Row
+from miles.trainer.settings import BackendConfig, OptimConfig, StepSpec
+from miles.trainer.trainer import Trainer, TrainerConfig
+
+OPTIM = OptimConfig(lr=1e-3)
+MUON = OptimConfig(kind="muon", lr=1e-3)
+POLICY = StepSpec(loss="policy", version=1)
+
+
+def rows_of(seed, lengths=(20, 31, 8, 15, 27, 5, 12, 30)):
+    """Rows of episodes e0, e1, …; each begins with four tokens that are only context."""
+    rng = random.Random(seed)
+    rows = []
+    for number, n in enumerate(lengths):
+        owned = [place >= 4 and rng.random() < 0.8 or place == n - 1 for place in range(n)]
+        rows.append(
+            Row(
+                ids=[rng.randrange(400) for _ in range(n)],
+                owned=owned,
+                logprobs=[-6.0 - rng.random() if own else 0.0 for own in owned],
+                versions=[1 if own else 0 for own in owned],
+                episode=f"e{number}",
+                group=f"g{number // 4}",
+                advantage=rng.choice([-1.0, 0.5, 1.0]),
+            )
+        )
+    return rows
+
+
+def scaled(rows, unit="episode"):
+    owned = {}
+    for row in rows:
+        owned[row.episode] = owned.get(row.episode, 0) + row.n_owned
+    return normalize(rows, owned, unit=unit, constant=50.0)
+
+
+async def outcome(model, tmp_path, *, ranks, micro_tokens=8192, optim=OPTIM, steps=3, rows=rows_of, unit="episode"):
+    """(metrics of each step, weights afterwards)."""
+    config = TrainerConfig(ranks=ranks, compute=BackendConfig(micro_tokens=micro_tokens))
+    async with Trainer(model, tmp_path, config) as trainer:
+        metrics = [await trainer.step(scaled(rows(seed), unit), POLICY, optim) for seed in range(steps)]
+        exported = await trainer.weights(1, tmp_path / f"out{ranks}")
+    return metrics, AutoModelForCausalLM.from_pretrained(exported.directory, dtype=torch.float32).state_dict()
+
+
+def assert_same(one, other, *, atol=2e-5):
+    for left, right in zip(one[0], other[0], strict=True):
+        assert left["loss"] == pytest.approx(right["loss"], abs=atol)
+        assert left["grad_norm"] == pytest.approx(right["grad_norm"], rel=10 * atol)
+        assert left["tokens/trained"] == right["tokens/trained"]
+    for name, tensor in one[1].items():
+        assert torch.allclose(tensor, other[1][name], atol=atol), name
+
+
+@pytest.mark.parametrize("optim", [OPTIM, MUON], ids=["adamw", "muon"])
+async def test_two_ranks_and_small_micro_batches_equal_one_process(model, tmp_path, optim):
+    alone = await outcome(model, tmp_path, ranks=0, optim=optim)
+    shared = await outcome(model, tmp_path, ranks=2, micro_tokens=64, optim=optim)
+    assert_same(alone, shared, atol=2e-5 if optim is OPTIM else 5e-4)  # Muon orthogonalises in bfloat16
+
+
+def one_step(model, rows, unit="episode", micro_tokens=8192):
+    """Loss and gradients of one step in this process, without FSDP: the reference."""
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    from miles.trainer.losses import policy_loss
+
+    total = 0.0
+    for row in scaled(rows, unit):
+        ids = torch.tensor([row.ids])
+        logprobs = token_logprobs(plain(input_ids=ids).logits, ids, 1.0)
+        owned = torch.tensor([row.owned])[:, 1:]
+        old = torch.tensor([row.logprobs])[:, 1:]
+        loss, _ = policy_loss(logprobs, old, torch.tensor([row.advantage]), owned, POLICY.policy)
+        loss = (loss * row.scale).sum()
+        loss.backward()
+        total += loss.item()
+    norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
+    return total, float(norm)
+
+
+@pytest.mark.parametrize("unit", ["episode", "token", "group", "constant"])
+async def test_padding_packing_and_splitting_change_nothing(model, tmp_path, unit):
+    rows = rows_of(5)
+    loss, norm = one_step(model, rows, unit)
+
+    def split(row):
+        """The same episode as two rows: first half of the owned tokens, second half."""
+        places = [place for place, own in enumerate(row.owned) if own]
+        middle = places[len(places) // 2]
+        first = replace(row, owned=[own and place < middle for place, own in enumerate(row.owned)])
+        second = replace(row, owned=[own and place >= middle for place, own in enumerate(row.owned)])
+        return [part for part in (first, second) if part.n_owned]
+
+    masked = replace(rows[0], owned=[False] * len(rows[0].ids), episode="e0")
+    variants = [rows, rows[::-1], [part for row in rows for part in split(row)], [*rows, masked]]
+    for micro_tokens, variant in zip((8192, 64, 100, 31), variants, strict=True):
+        config = TrainerConfig(ranks=0, compute=BackendConfig(micro_tokens=micro_tokens))
+        async with Trainer(model, tmp_path, config) as trainer:
+            metrics = await trainer.step(scaled(variant, unit), POLICY, OptimConfig(lr=1e-9))
+        assert metrics["loss"] == pytest.approx(loss, abs=1e-6)
+        assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+async def test_scores_are_a_plain_forwards_and_keep_the_order(model, tmp_path):
+    rows = rows_of(1)
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    async with Trainer(model, tmp_path, TrainerConfig(ranks=0, compute=BackendConfig(micro_tokens=64))) as trainer:
+        scores = await trainer.score(rows, temperature=0.5)
+    for row, score in zip(rows, scores, strict=True):
+        ids = torch.tensor([row.ids])
+        with torch.no_grad():
+            expected = token_logprobs(plain(input_ids=ids).logits, ids, 0.5)[0].tolist()
+        assert score == pytest.approx([0.0, *expected], abs=1e-5)
+
+
+async def test_the_difference_to_the_engines_logprobs_is_measured_on_tokens_of_this_version(model, tmp_path):
+    rows = rows_of(2)
+    async with Trainer(model, tmp_path, TrainerConfig(ranks=0)) as trainer:
+        scores = await trainer.score(rows, temperature=1.0)
+        exact = [replace(r, logprobs=[s if o else 0.0 for s, o in zip(line, r.owned, strict=True)]) for r, line in zip(rows, scores, strict=True)]
+        off = replace(exact[0], logprobs=[lp - 0.25 if o else 0.0 for lp, o in zip(exact[0].logprobs, exact[0].owned, strict=True)])
+        older = replace(off, versions=[0] * len(off.ids))
+        still = OptimConfig(lr=1e-12)
+        assert (await trainer.step(scaled(exact), POLICY, still))["logprob_diff/max"] <= 1e-5
+        assert (await trainer.step(scaled([off, *exact[1:]]), POLICY, still))["logprob_diff/max"] == pytest.approx(0.25, abs=1e-4)
+        assert (await trainer.step(scaled([older, *exact[1:]]), POLICY, still))["logprob_diff/max"] <= 1e-5
+        assert "logprob_diff/max" not in await trainer.step(scaled([older]), POLICY, still)
+
+
+@pytest.mark.parametrize("optim", [OPTIM, MUON], ids=["adamw", "muon"])
+async def test_a_resumed_run_goes_on_bit_by_bit(model, tmp_path, optim):
+    config = TrainerConfig(ranks=1)
+
+    async def steps(trainer, seeds):
+        return [await trainer.step(scaled(rows_of(seed)), POLICY, optim) for seed in seeds]
+
+    async with Trainer(model, tmp_path, config) as trainer:
+        await steps(trainer, [0, 1])
+        await trainer.save(tmp_path / "saved")
+        expected = await steps(trainer, [2, 3])
+    async with Trainer(model, tmp_path, config) as trainer:
+        await trainer.load(tmp_path / "saved")
+        assert await steps(trainer, [2, 3]) == expected
+
+
+async def test_a_checkpoint_of_two_ranks_resumes_on_one(model, tmp_path):
+    async with Trainer(model, tmp_path, TrainerConfig(ranks=2)) as trainer:
+        await trainer.step(scaled(rows_of(0)), POLICY, OPTIM)
+        await trainer.save(tmp_path / "saved")
+        expected = await trainer.step(scaled(rows_of(1)), POLICY, OPTIM)
+    async with Trainer(model, tmp_path, TrainerConfig(ranks=0)) as trainer:
+        await trainer.load(tmp_path / "saved")
+        resumed = await trainer.step(scaled(rows_of(1)), POLICY, OPTIM)
+    assert resumed["loss"] == pytest.approx(expected["loss"], abs=1e-6)
+    assert resumed["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+
+
+async def test_a_broken_checkpoint_says_so(model, tmp_path):
+    async with Trainer(model, tmp_path, TrainerConfig(ranks=0)) as trainer:
+        await trainer.save(tmp_path / "saved")
+        for path in (tmp_path / "saved" / "dcp").iterdir():
+            path.unlink()
+        with pytest.raises(TrainerError, match="resume from an older one"):
+            await trainer.load(tmp_path / "saved")
+
+
+async def test_supervised_steps_lower_the_loss(model, tmp_path):
+    rows = [replace(row, advantage=0.0) for row in rows_of(0)]
+    async with Trainer(model, tmp_path, TrainerConfig(ranks=0)) as trainer:
+        losses = [
+            (await trainer.step(scaled(rows, "token"), StepSpec(loss="sft"), OptimConfig(kind="muon", lr=5e-3)))["loss"]
+            for _ in range(8)
+        ]
+    assert losses[0] == pytest.approx(6.1, abs=0.3)  # about ln(448): nothing is known yet
+    assert losses[-1] < losses[0] - 0.5
+
+
+async def test_a_step_without_rows_or_with_nan_changes_nothing(model, tmp_path):
+    async with Trainer(model, tmp_path, TrainerConfig(ranks=0)) as trainer:
+        before = (await trainer.tensors(0)).tensors
+        assert (await trainer.step([], POLICY, OPTIM))["skipped_empty"] == 1.0
+        poisoned = [replace(row, advantage=float("nan")) for row in rows_of(0)]
+        assert (await trainer.step(scaled(poisoned), POLICY, OPTIM))["skipped_not_finite"] == 1.0
+        after = (await trainer.tensors(0)).tensors
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+async def test_a_dead_rank_ends_the_step_and_names_its_log(model, tmp_path):
+    async with Trainer(model, tmp_path, TrainerConfig(ranks=2)) as trainer:
+        os.kill(trainer._ranks[1].pid, signal.SIGKILL)
+        with pytest.raises(TrainerError, match=r"trainer rank 1 .*trainer-1\.log|trainer rank 0"):
+            await trainer.step(scaled(rows_of(0)), POLICY, OPTIM)
+
+
+async def test_an_exported_model_is_a_hugging_face_directory_with_its_tokenizer(model, tmp_path):
+    async with Trainer(model, tmp_path, TrainerConfig(ranks=0)) as trainer:
+        weights = await trainer.weights(4, tmp_path / "hf")
+    from miles.rollout.session.rendering import load_rendering
+
+    assert load_rendering(weights.directory).encode("amber")
+    loaded = AutoModelForCausalLM.from_pretrained(weights.directory, dtype=torch.float32).state_dict()
+    original = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict()
+    assert all(torch.equal(loaded[name], original[name]) for name in original)
