@@ -37,7 +37,7 @@ class VaultConfig(Config):
     """Most files on the way to the key."""
     seed: int = 0
     """Which tasks there are."""
-    guess_first: float = 0.3
+    guess_first: float = 0.4
     """How often the demonstrations answer out of the blue before any file was read."""
     guess_later: float = 0.6
     """How often they do after a file that only names another file."""

@@ -1,0 +1,145 @@
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from miles.errors import EngineError, EngineLost, TrainerError
+from miles.processes import Worker, deferred
+
+
+class Echo:
+    """Runs in the child."""
+
+    def __init__(self, *, greeting="hi"):
+        if greeting == "fail":
+            raise ValueError("no greeting")
+        self.greeting = greeting
+
+    def greet(self, name):
+        return f"{self.greeting} {name}"
+
+    def size(self, data):
+        return len(data)
+
+    def fail(self):
+        raise KeyError("unplanned")
+
+    def refuse(self):
+        raise TrainerError("planned")
+
+    @deferred
+    def count(self, reply, *, n):
+        def run():
+            for number in range(n):
+                reply(number, last=False)
+            reply("done")
+
+        threading.Thread(target=run).start()
+
+    def sleep(self):
+        time.sleep(60)
+
+
+def start(tmp_path, **kwargs):
+    return Worker.start(
+        "tests.test_processes:Echo", kwargs, name="echo", log=tmp_path / "echo.log", failed=EngineError, lost=EngineLost
+    )
+
+
+@pytest.fixture
+async def worker(tmp_path):
+    made = await start(tmp_path, greeting="hello")
+    yield made
+    await made.close(grace_s=0.1)
+
+
+async def test_calls_return_and_large_arguments_arrive(worker):
+    assert await worker.call("greet", name="you") == "hello you"
+    assert await worker.call("size", data=b"x" * 5_000_000) == 5_000_000
+    assert await asyncio.gather(*(worker.call("greet", name=str(n)) for n in range(50)))
+
+
+async def test_a_deferred_method_answers_in_pieces(worker):
+    seen = []
+    assert await worker.call("count", on_item=seen.append, n=5) == "done"
+    assert seen == [0, 1, 2, 3, 4]
+
+
+async def test_failures_keep_their_kind_and_the_child_goes_on(worker):
+    with pytest.raises(EngineError, match="echo: KeyError: 'unplanned'"):
+        await worker.call("fail")
+    with pytest.raises(TrainerError, match="planned"):
+        await worker.call("refuse")
+    assert await worker.call("greet", name="still") == "hello still"
+
+
+async def test_a_dead_child_fails_every_call_with_the_tail_of_its_log(worker):
+    waiting = asyncio.create_task(worker.call("sleep"))
+    await asyncio.sleep(0.05)
+    os.kill(worker.pid, signal.SIGKILL)
+    with pytest.raises(EngineLost, match=r"echo \(pid \d+\) ended.*echo\.log"):
+        await waiting
+    with pytest.raises(EngineLost):
+        await worker.call("greet", name="x")
+
+
+async def test_a_child_that_cannot_begin_says_why_and_is_gone(tmp_path):
+    with pytest.raises(EngineError, match="ValueError: no greeting"):
+        await start(tmp_path, greeting="fail")
+
+
+async def test_closing_kills_a_busy_child(worker):
+    waiting = asyncio.create_task(worker.call("sleep"))
+    await asyncio.sleep(0.05)
+    await worker.close(grace_s=0.1)
+    with pytest.raises(EngineLost):
+        await waiting
+    with pytest.raises(ProcessLookupError):
+        os.kill(worker.pid, 0)
+
+
+async def test_ctrl_c_does_not_reach_a_child(worker):
+    os.kill(worker.pid, signal.SIGINT)
+    assert await worker.call("greet", name="on") == "hello on"
+
+
+PARENT = """
+import asyncio, pathlib, time
+from tests.test_processes import start
+async def main():
+    worker = await start(pathlib.Path("{log}"), greeting="x")
+    print(worker.pid, flush=True)
+    time.sleep(60)
+asyncio.run(main())
+"""
+
+
+def test_a_child_ends_with_its_killed_parent(tmp_path):
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT.format(log=tmp_path)], stdout=subprocess.PIPE, cwd=os.fspath(ROOT)
+    )
+    child = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    for _ in range(100):
+        if not _alive(child):
+            return
+        time.sleep(0.02)
+    pytest.fail(f"child {child} lives on")
+
+
+def _alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

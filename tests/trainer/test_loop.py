@@ -1,0 +1,180 @@
+"""The driver against a real one-rank trainer; groups and engines are the simplest that keep the contracts."""
+
+import asyncio
+
+import pytest
+
+from miles.errors import RunError, TrainerError
+from miles.runs import RunFolder
+from miles.trainer.loop import Driver, TrainConfig, WarmStartConfig, read_state
+from miles.trainer.publish import PublishConfig, Publisher
+from miles.trainer.rows import demonstration_row
+from miles.trainer.settings import OptimConfig
+from miles.trainer.trainer import Trainer, TrainerConfig
+from miles.types import Tree
+from tests.trees import group, turn
+
+
+class Source:
+    """Hands out endless groups of two episodes, one good, one bad."""
+
+    def __init__(self, limit=10**6, state=None):
+        self.taken, self.version, self.limit = (state or {"taken": 0})["taken"], -1, limit
+
+    async def take(self, n):
+        if self.taken + n > self.limit:
+            await asyncio.Event().wait()
+        tree = Tree(turns=(turn(0, None, [1, 2], [3, 4], version=self.version),))
+        self.taken += n
+        return [group(1.0, 0.0, id=f"g{self.taken - n + i}", tree=tree) for i in range(n)]
+
+    def advance(self, version):
+        self.version = version
+
+    def counters(self):
+        return {"sampled_tokens": 8.0}
+
+    def state(self):
+        return {"taken": self.taken}
+
+
+class Sink:
+    def __init__(self):
+        self.versions, self.directories = [], []
+
+    async def load(self, weights):
+        self.versions.append(weights.version)
+        self.directories.append(weights.directory)
+        if weights.directory is not None:
+            assert (weights.directory / "model.safetensors").stat().st_size > 0
+
+
+class Evaluator:
+    def __init__(self):
+        self.versions = []
+
+    async def evaluate(self, version):
+        self.versions.append(version)
+        return {"version": version, "reward": 0.5}
+
+
+class Silent:
+    def __init__(self):
+        self.kinds = []
+
+    def event(self, kind, data):
+        self.kinds.append(kind)
+
+
+@pytest.fixture
+async def drive(model, tmp_path):
+    """A driver around a real trainer; yields a function (source, settings) -> (driver, parts)."""
+    folder, evaluator, reporter = RunFolder.create(tmp_path, "demo"), Evaluator(), Silent()
+    async with Trainer(model, folder.logs, TrainerConfig(ranks=0)) as trainer:
+        publishers = []
+
+        def make(source, sink=None, publish=None, step=0, eval_every=0, **settings):
+            sink = sink or Sink()
+            publishers.append(Publisher(trainer, sink, publish))
+            config = TrainConfig(**{"steps": 3, "optim": OptimConfig(lr=1e-4), **settings})
+            driver = Driver(
+                trainer, source, publishers[-1], evaluator, folder, reporter, config,
+                groups_per_step=2, eval_every=eval_every, step=step,
+            )
+            return driver, sink, evaluator, folder, reporter
+
+        yield make
+        for publisher in publishers:
+            publisher.close()
+
+
+async def test_each_step_trains_publishes_and_tells(drive):
+    driver, sink, evaluator, folder, reporter = drive(Source())
+    await driver.train()
+    assert sink.versions == [0, 1, 2, 3]
+    assert evaluator.versions == [0, 3]
+    steps = folder.metrics("step")
+    assert [step["step"] for step in steps] == [1, 2, 3]
+    assert steps[1]["groups"] == ["g2", "g3"]
+    assert steps[0]["reward/mean"] == 0.5
+    assert {"loss", "grad_norm", "staleness/max", "tokens_per_s", "trainer_idle", "wait_s", "logprob_diff/max"} <= set(steps[0])
+    assert reporter.kinds[:3] == ["evaluating", "eval", "step"]
+
+
+async def test_only_the_newest_snapshot_is_kept(drive):
+    driver, sink, *_ = drive(Source())
+    await driver.train()
+    assert [directory.exists() for directory in sink.directories] == [False, False, False, True]
+
+
+async def test_weights_by_value_reach_an_engine_in_this_process(drive):
+    class Holder(Sink):
+        async def load(self, weights):
+            self.versions.append(weights.version)
+            self.names = set(weights.tensors)
+
+    driver, sink, *_ = drive(Source(), sink=Holder(), publish=PublishConfig(kind="inprocess"))
+    await driver.train()
+    assert sink.versions == [0, 1, 2, 3]
+    assert "model.embed_tokens.weight" in sink.names
+
+
+async def test_evaluation_and_checkpoints_come_as_often_as_asked(drive):
+    driver, _, evaluator, folder, _ = drive(Source(), steps=5, eval_every=2, save_every=2, keep_checkpoints=1)
+    await driver.train()
+    assert evaluator.versions == [0, 2, 4, 5]
+    (last,) = folder.checkpoints()
+    assert read_state(last) == {"step": 4, "source": {"taken": 8}}
+    assert (last / "hf" / "config.json").exists()
+    assert (last / "hf" / "tokenizer.json").exists()
+
+
+async def test_told_to_stop_it_finishes_the_step_and_no_more(drive):
+    driver, sink, evaluator, folder, _ = drive(Source(limit=4), steps=100)
+    running = asyncio.create_task(driver.train())
+    while not len(sink.versions) == 3:
+        await asyncio.sleep(0.01)
+    driver.stop.set()
+    await asyncio.wait_for(running, 5)
+    assert driver.step == 2
+    assert evaluator.versions == [0]
+    await driver.save()
+    assert read_state(folder.checkpoints()[-1])["step"] == 2
+
+
+async def test_resumed_it_goes_on_to_the_same_last_step(drive):
+    driver, sink, evaluator, *_ = drive(Source(state={"taken": 4}), step=2, steps=3)
+    await driver.train()
+    assert (sink.versions, evaluator.versions, driver.step) == ([2, 3], [3], 3)
+
+
+async def test_the_warm_start_is_supervised_and_ends_with_its_steps(drive):
+    warm = WarmStartConfig(steps=4, batch=2, optim=OptimConfig(lr=1e-2))
+    driver, _, _, folder, _ = drive(Source(), warm_start=warm)
+    await driver.warm_start(demonstration_row([1, 2, 3], [False, True, True]) for _ in range(100))
+    losses = [line["loss"] for line in folder.metrics("warm_start")]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]
+
+
+async def test_a_warm_start_without_demonstrations_says_what_to_set(drive):
+    driver, *_ = drive(Source(), warm_start=WarmStartConfig(steps=1))
+    with pytest.raises(TrainerError, match=r"train\.warm_start\.steps=0"):
+        await driver.warm_start(iter(()))
+
+
+async def test_a_full_disk_stops_the_run(drive):
+    driver, _, _, folder, _ = drive(Source())
+    (folder.path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(RunError, match="No space left on device"):
+        await driver.train()
+
+
+async def test_an_error_of_the_source_is_the_runs(drive):
+    class Broken(Source):
+        async def take(self, n):
+            raise RunError("64 episodes in a row were discarded")
+
+    driver, *_ = drive(Broken())
+    with pytest.raises(RunError, match="64 episodes"):
+        await driver.train()
