@@ -35,7 +35,7 @@ async def test_any_gymnasium_environment_is_a_taskset_played_by_text():
     observation = await env.reset()
     assert "Discrete(4)" in observation.messages[0]["content"]
     assert observation.tools[0]["function"]["name"] == "act"
-    for action in "1 1 2 2 1 2".split():
+    for action in ["1", "1", "2", "2", "1", "2"]:
         step = await env.step(action)
     assert (step.terminated, step.reward) == (True, 1.0)
     assert (await env.step("0")).observation == "the episode is over"

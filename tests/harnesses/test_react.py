@@ -54,7 +54,9 @@ def told(tree):
 
 
 async def test_it_plays_an_environment_of_steps_to_its_end(play):
-    tree, env = await play([call("act", {"action": "50"}) + call("act", {"action": "30"}), call("act", {"action": "36"})])
+    tree, env = await play(
+        [call("act", {"action": "50"}) + call("act", {"action": "30"}), call("act", {"action": "36"})]
+    )
     assert told(tree) == ["lower", "higher"]
     score = await env.score(Transcript(messages=(), final_text="", turns=2))
     assert score.reward == 1 / 3
@@ -120,5 +122,3 @@ async def test_an_async_function_is_a_harness_too():
     assert isinstance(as_harness(ReactHarness), ReactHarness)
     with pytest.raises(ConfigError, match="is no harness"):
         as_harness(5)
-
-

@@ -34,8 +34,16 @@ class Runner:
             self.running -= 1
         outcome = self.outcomes.pop(0) if self.outcomes else Scored(reward=1.0)
         turn = Turn(
-            id=0, parent=None, edge=Edge.ROOT, messages=(), message={}, prompt_ids=(1,), output_ids=(2,),
-            logprobs=(-1.0,), versions=(version,), finish=Finish.STOP,
+            id=0,
+            parent=None,
+            edge=Edge.ROOT,
+            messages=(),
+            message={},
+            prompt_ids=(1,),
+            output_ids=(2,),
+            logprobs=(-1.0,),
+            versions=(version,),
+            finish=Finish.STOP,
         )
         one = episode(outcome, tree=Tree(turns=(turn,)), group=job.group_id, index=job.index)
         return replace(one, task_id=job.task.id)

@@ -58,7 +58,9 @@ async def test_quiesce_ends_what_commands_left_running(machine):
 
 
 async def test_standard_input_directory_and_environment(machine):
-    result = await machine.exec(["sh", "-c", "cat; pwd; echo $A"], stdin=b"typed\n", cwd="/workspace/deep", env={"A": "b"})
+    result = await machine.exec(
+        ["sh", "-c", "cat; pwd; echo $A"], stdin=b"typed\n", cwd="/workspace/deep", env={"A": "b"}
+    )
     typed, directory, variable = result.text.split()
     assert (typed, variable) == ("typed", "b")
     assert directory.endswith("deep")
@@ -66,7 +68,9 @@ async def test_standard_input_directory_and_environment(machine):
 
 async def test_a_timeout_kills_the_command_and_its_grandchildren(machine):
     began = time.monotonic()
-    result = await machine.exec("setsid sh -c 'trap \"\" TERM; sleep 987' & echo begun; sleep 987; touch late", timeout_s=0.5)
+    result = await machine.exec(
+        "setsid sh -c 'trap \"\" TERM; sleep 987' & echo begun; sleep 987; touch late", timeout_s=0.5
+    )
     assert (result.outcome, result.exit_code, result.stdout) == ("timeout", None, b"begun\n")
     assert time.monotonic() - began < 4
     after = await machine.exec("ls late; ps ax | grep -c '[s]leep 987'; echo alive")
@@ -214,5 +218,3 @@ def _with_prefix(mark):
         except OSError:
             continue
     return found
-
-

@@ -1,13 +1,11 @@
 import pytest
 
-from miles.trainer.advantages import grpo, group_advantages
+from miles.trainer.advantages import group_advantages, grpo
 from miles.types import Discarded, Faulted, Tree
 from tests.trees import group, turn
 
 
-@pytest.mark.parametrize(
-    "rewards", [[0.3] * 7, [0.95] * 8, [0.1 + 0.2, 0.3, 0.3, 0.3], [1e6 + 0.1] * 4, [1.0], [0.0]]
-)
+@pytest.mark.parametrize("rewards", [[0.3] * 7, [0.95] * 8, [0.1 + 0.2, 0.3, 0.3, 0.3], [1e6 + 0.1] * 4, [1.0], [0.0]])
 def test_rewards_equal_but_for_rounding_have_no_advantage(rewards):
     assert grpo(rewards) == [0.0] * len(rewards)
 

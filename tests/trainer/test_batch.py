@@ -9,7 +9,14 @@ from tests.trees import group, turn
 
 
 def row(n, episode="e", of="g"):
-    return Row(ids=[1] * (n + 1), owned=[False] + [True] * n, logprobs=[0.0] * (n + 1), versions=[0] * (n + 1), episode=episode, group=of)
+    return Row(
+        ids=[1] * (n + 1),
+        owned=[False] + [True] * n,
+        logprobs=[0.0] * (n + 1),
+        versions=[0] * (n + 1),
+        episode=episode,
+        group=of,
+    )
 
 
 def build(*groups, version=3, unit="episode"):
@@ -19,7 +26,10 @@ def build(*groups, version=3, unit="episode"):
 def test_each_unit_weighs_what_it_says():
     rows = [row(2, "a", "g"), row(4, "a", "g"), row(3, "b", "g"), row(1, "c", "h")]
     owned = {"a": 6, "b": 3, "c": 1, "d": 0}
-    scales = {u: [r.scale for r in normalize(rows, owned, unit=u, constant=10.0)] for u in ("episode", "token", "group", "constant")}
+    scales = {
+        u: [r.scale for r in normalize(rows, owned, unit=u, constant=10.0)]
+        for u in ("episode", "token", "group", "constant")
+    }
     assert scales["episode"] == [1 / 24, 1 / 24, 1 / 12, 1 / 4]
     assert scales["token"] == [1 / 10] * 4
     assert scales["group"] == [1 / 18, 1 / 18, 1 / 18, 1 / 2]

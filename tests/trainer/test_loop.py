@@ -78,8 +78,16 @@ async def drive(model, tmp_path):
             publishers.append(Publisher(trainer, sink, publish))
             config = TrainConfig(**{"steps": 3, "optim": OptimConfig(lr=1e-4), **settings})
             driver = Driver(
-                trainer, source, publishers[-1], evaluator, folder, reporter, config,
-                groups_per_step=2, eval_every=eval_every, step=step,
+                trainer,
+                source,
+                publishers[-1],
+                evaluator,
+                folder,
+                reporter,
+                config,
+                groups_per_step=2,
+                eval_every=eval_every,
+                step=step,
             )
             return driver, sink, evaluator, folder, reporter
 
@@ -97,7 +105,9 @@ async def test_each_step_trains_publishes_and_tells(drive):
     assert [step["step"] for step in steps] == [1, 2, 3]
     assert steps[1]["groups"] == ["g2", "g3"]
     assert steps[0]["reward/mean"] == 0.5
-    assert {"loss", "grad_norm", "staleness/max", "tokens_per_s", "trainer_idle", "wait_s", "logprob_diff/max"} <= set(steps[0])
+    assert {"loss", "grad_norm", "staleness/max", "tokens_per_s", "trainer_idle", "wait_s", "logprob_diff/max"} <= set(
+        steps[0]
+    )
     assert reporter.kinds[:3] == ["evaluating", "eval", "step"]
 
 

@@ -26,7 +26,7 @@ def rows_of(seed, lengths=(20, 31, 8, 15, 27, 5, 12, 30)):
     rng = random.Random(seed)
     rows = []
     for number, n in enumerate(lengths):
-        owned = [place >= 4 and rng.random() < 0.8 or place == n - 1 for place in range(n)]
+        owned = [(place >= 4 and rng.random() < 0.8) or place == n - 1 for place in range(n)]
         rows.append(
             Row(
                 ids=[rng.randrange(400) for _ in range(n)],
@@ -131,12 +131,20 @@ async def test_the_difference_to_the_engines_logprobs_is_measured_on_tokens_of_t
     rows = rows_of(2)
     async with Trainer(model, tmp_path, TrainerConfig(ranks=0)) as trainer:
         scores = await trainer.score(rows, temperature=1.0)
-        exact = [replace(r, logprobs=[s if o else 0.0 for s, o in zip(line, r.owned, strict=True)]) for r, line in zip(rows, scores, strict=True)]
-        off = replace(exact[0], logprobs=[lp - 0.25 if o else 0.0 for lp, o in zip(exact[0].logprobs, exact[0].owned, strict=True)])
+        exact = [
+            replace(r, logprobs=[s if o else 0.0 for s, o in zip(line, r.owned, strict=True)])
+            for r, line in zip(rows, scores, strict=True)
+        ]
+        off = replace(
+            exact[0],
+            logprobs=[lp - 0.25 if o else 0.0 for lp, o in zip(exact[0].logprobs, exact[0].owned, strict=True)],
+        )
         older = replace(off, versions=[0] * len(off.ids))
         still = OptimConfig(lr=1e-12)
         assert (await trainer.step(scaled(exact), POLICY, still))["logprob_diff/max"] <= 1e-5
-        assert (await trainer.step(scaled([off, *exact[1:]]), POLICY, still))["logprob_diff/max"] == pytest.approx(0.25, abs=1e-4)
+        assert (await trainer.step(scaled([off, *exact[1:]]), POLICY, still))["logprob_diff/max"] == pytest.approx(
+            0.25, abs=1e-4
+        )
         assert (await trainer.step(scaled([older, *exact[1:]]), POLICY, still))["logprob_diff/max"] <= 1e-5
         assert "logprob_diff/max" not in await trainer.step(scaled([older]), POLICY, still)
 

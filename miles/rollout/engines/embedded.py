@@ -49,7 +49,7 @@ class EmbeddedEngine:
         seed: int = 0,
     ) -> None:
         self.config = config or EmbeddedConfig()
-        self.restarted = 0
+        self.deaths = 0
         self._model, self._log_dir = model, log_dir
         self._temperature, self._seed = temperature, seed
         self._weights = Weights(version=0)
@@ -123,13 +123,13 @@ class EmbeddedEngine:
         if self._worker is not None:
             await self._worker.close(grace_s=0)
             self._worker = None
-            if self.restarted >= self.config.restarts:
-                raise EngineError(
-                    f"the embedded engine died {self.restarted + 1} times; read {self._log_dir / 'engine.log'} "
-                    "and raise engine.embedded.restarts only if the cause is known"
-                )
-            self.restarted += 1
-            log.warning("embedded engine died; starting it again at version %d", self.version)
+            self.deaths += 1
+            log.warning("embedded engine died (%d of %d restarts used)", self.deaths, self.config.restarts)
+        if self.deaths > self.config.restarts:
+            raise EngineError(
+                f"the embedded engine died {self.deaths} times; read {self._log_dir / 'engine.log'} "
+                "and raise engine.embedded.restarts only if the cause is known"
+            )
         settings = self.config.model_dump(exclude={"restarts"})
         worker = await Worker.start(
             "miles.rollout.engines.continuous:ContinuousEngine",

@@ -135,7 +135,9 @@ class Rendering:
         answer = [token for token, own in zip(ids, sampled, strict=True) if own]
         parsed = self.parse(answer, tools, prompt)
         if [(name, json.loads(args)) for name, args in parsed.calls] != [("probe", {"x": "1"})]:
-            raise ConfigError(f"this tokenizer does not survive its own tool call: parsed {parsed}; set session.rendering.family")
+            raise ConfigError(
+                f"this tokenizer does not survive its own tool call: parsed {parsed}; set session.rendering.family"
+            )
         tail = self.bridge(prompt, answer, [{"role": "tool", "tool_call_id": "call_0", "content": "ok"}], tools)
         if tail is None or not tail or answer[-1] not in self.stop_ids:
             raise ConfigError("this model family cannot extend a sampled turn exactly; set session.rendering.family")
@@ -169,7 +171,9 @@ def load_rendering(model: Path, config: RenderingConfig | None = None) -> Render
             settings = type(settings)(enable_thinking=config.thinking)
         rendering = Rendering(tokenizer, renderers.create_renderer(tokenizer, settings))
     except (ValueError, AssertionError) as error:
-        raise ConfigError(f"cannot render for {model} as family {family!r}: {error}; set session.rendering.family") from error
+        raise ConfigError(
+            f"cannot render for {model} as family {family!r}: {error}; set session.rendering.family"
+        ) from error
     rendering.self_test()
     return rendering
 

@@ -30,7 +30,10 @@ class Answers:
 
     def wait(self, *names, count=None):
         def ready():
-            return all((self.items.get(n, [None])[-1] == "end") if count is None else len(self.items.get(n, [])) >= count for n in names)
+            return all(
+                (self.items.get(n, [None])[-1] == "end") if count is None else len(self.items.get(n, [])) >= count
+                for n in names
+            )
 
         with self.done:
             assert self.done.wait_for(ready, timeout=60)

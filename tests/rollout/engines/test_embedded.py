@@ -45,11 +45,12 @@ async def test_a_killed_engine_comes_back_at_the_published_version_once(engine, 
         assert isinstance(result, EngineLost)
         assert "engine.log" in str(result)
     assert (await engine.generate(request())).versions == (3,) * 8
-    assert engine.restarted == 1
+    assert engine.deaths == 1
     os.kill(engine.pid, signal.SIGKILL)
     await asyncio.sleep(0.1)
-    with pytest.raises(EngineError, match="died 2 times"):
-        await engine.generate(request())
+    for _ in range(2):
+        with pytest.raises(EngineError, match="died 2 times"):
+            await engine.generate(request())
 
 
 async def test_closing_leaves_no_process(model, tmp_path):
@@ -62,7 +63,7 @@ async def test_closing_leaves_no_process(model, tmp_path):
 
 
 async def test_weights_by_value_do_not_reach_another_process(engine):
-    with pytest.raises(EngineError, match="publish.kind=safetensors"):
+    with pytest.raises(EngineError, match=r"publish\.kind=safetensors"):
         await engine.load(Weights(version=1, tensors={}))
 
 

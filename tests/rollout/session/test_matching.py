@@ -47,7 +47,10 @@ def test_a_meant_change_is_another_message(variant):
 
 def test_text_equals_its_parts_and_order_matters():
     hello = {"role": "user", "content": "hello"}
-    parts = {"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo", "cache_control": 1}]}
+    parts = {
+        "role": "user",
+        "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo", "cache_control": 1}],
+    }
     bye = {"role": "user", "content": "bye"}
     assert chain(ROOT, [hello]) == chain(ROOT, [parts])
     assert chain(ROOT, [hello, bye])[1] != chain(ROOT, [bye, hello])[1]

@@ -70,7 +70,12 @@ def test_a_broken_call_stays_in_the_text_and_valid_ones_are_calls(rendering):
 
 
 def test_demonstrations_own_what_the_policy_would_sample_and_no_more(rendering):
-    conversation = [USER, assistant('{"command": "cat amber"}'), tool("key 42"), {"role": "assistant", "content": "answer 42"}]
+    conversation = [
+        USER,
+        assistant('{"command": "cat amber"}'),
+        tool("key 42"),
+        {"role": "assistant", "content": "answer 42"},
+    ]
     ids, owned = rendering.demonstration(conversation, [SHELL_TOOL])
     sampled = rendering.decode([token for token, own in zip(ids, owned, strict=True) if own])
     assert sampled == CALL + "<|im_end|>answer 42<|im_end|>"

@@ -92,12 +92,15 @@ async def test_the_turn_is_there_when_the_client_reads_the_last_event(serve, eng
         for _ in range(50):
             session = server.open()
             headers = {"Authorization": f"Bearer {session.key}"}
-            async with httpx.AsyncClient() as client, client.stream(
-                "POST",
-                f"{server.base_url(session)}/chat/completions",
-                json={"messages": [USER], "stream": True},
-                headers=headers,
-            ) as reply:
+            async with (
+                httpx.AsyncClient() as client,
+                client.stream(
+                    "POST",
+                    f"{server.base_url(session)}/chat/completions",
+                    json={"messages": [USER], "stream": True},
+                    headers=headers,
+                ) as reply,
+            ):
                 async for line in reply.aiter_lines():
                     if line == "data: [DONE]":
                         break
@@ -128,7 +131,9 @@ async def test_a_key_opens_its_own_session_by_path_or_alone_and_no_other(serve, 
         async with httpx.AsyncClient() as client:
 
             async def status(path, key, method="POST"):
-                reply = await client.request(method, server.url + path, json=body, headers={"Authorization": f"Bearer {key}"})
+                reply = await client.request(
+                    method, server.url + path, json=body, headers={"Authorization": f"Bearer {key}"}
+                )
                 return reply.status_code, reply.json().get("error", {}).get("code")
 
             assert await status(f"/s/{mine.id}/v1/chat/completions", mine.key) == (200, None)
@@ -177,7 +182,9 @@ async def test_bodies_that_are_no_json_or_too_large(serve, engine_of):
         url, headers = f"{server.base_url(session)}/chat/completions", {"x-api-key": session.key}
         async with httpx.AsyncClient(headers=headers) as client:
             assert (await client.post(url, content=b"{nope")).status_code == 400
-            assert (await client.post(url, content=b"[1]")).json()["error"]["message"] == "the body must be a JSON object"
+            assert (await client.post(url, content=b"[1]")).json()["error"][
+                "message"
+            ] == "the body must be a JSON object"
             large = await client.post(url, content=b" " * (2 << 20))
             assert (large.status_code, large.json()["error"]["code"]) == (413, "too_large")
 

@@ -1,0 +1,286 @@
+"""Whole small runs: what they leave, how they stop, how they go on, what breaks them."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from miles.recipes.compose import launch
+from miles.recipes.config import load_recipe
+from miles.rollout.session.rendering import load_rendering
+from miles.runs import RunFolder
+from miles.trainer.batch import build_batch
+from miles.types import Group
+
+SMALL = [
+    "train.warm_start.steps=3",
+    "train.steps=3",
+    "train.save_every=2",
+    "rollout.groups_per_step=2",
+    "rollout.group_size=3",
+    "rollout.max_episodes=6",
+    "eval.tasks=4",
+]
+
+
+class Events:
+    def __init__(self):
+        self.kinds = []
+
+    def event(self, kind, data):
+        self.kinds.append(kind)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """One finished run, looked at by several tests."""
+    root, events = tmp_path_factory.mktemp("runs"), Events()
+    folder = asyncio.run(launch(load_recipe("quickstart", [*SMALL, f"run.root={root}"]), events))
+    return folder, events
+
+
+def test_a_run_leaves_everything_that_was_promised(finished):
+    folder, events = finished
+    assert {"composed", "warm_start", "evaluating", "eval", "step", "checkpoint", "end"} <= set(events.kinds)
+    assert [line["step"] for line in folder.metrics("step")] == [1, 2, 3]
+    assert [line["version"] for line in folder.metrics("eval")] == [0, 3]
+    assert all(line["mixed"] == 0 for line in folder.metrics("eval"))
+    assert (folder.path / "reward.png").read_bytes()[:4] == b"\x89PNG"
+    assert [path.name for path in folder.checkpoints()] == ["step-000002", "step-000003"]
+    assert load_rendering(folder.checkpoints()[-1] / "hf").encode("amber")
+    assert "seed = 0" in folder.config.read_text()
+
+
+def groups_of(folder):
+    """Groups rebuilt from the episode files alone."""
+    members = defaultdict(dict)
+    for episode in folder.episodes("train-*"):
+        if episode.reward is not None:
+            members[episode.group_id][episode.index] = episode
+    return {
+        name: Group(id=name, seq=0, task_id=found[min(found)].task_id, episodes=tuple(found[i] for i in sorted(found)))
+        for name, found in members.items()
+    }
+
+
+def test_every_training_row_can_be_rebuilt_from_the_episode_files(finished):
+    folder, _ = finished
+    groups = groups_of(folder)
+    for step in folder.metrics("step"):
+        batch = build_batch(
+            [groups[name] for name in step["groups"]],
+            version=step["step"] - 1,
+            unit="episode",
+            constant=1.0,
+            divide_by_std=True,
+        )
+        assert batch.metrics["tokens/owned"] == step["tokens/owned"]
+        assert batch.metrics["reward/mean"] == step["reward/mean"]
+        assert sum(row.n_owned for row in batch.rows) == step["tokens/trained"]
+
+
+def test_no_token_is_trained_twice_and_none_is_older_than_allowed(finished):
+    folder, _ = finished
+    names = [name for step in folder.metrics("step") for name in step["groups"]]
+    assert len(set(names)) == len(names) == 6
+    assert max(step["staleness/max"] for step in folder.metrics("step")) <= 1
+
+
+def test_engine_and_trainer_agree_on_every_logprob_they_can_compare(finished):
+    folder, _ = finished
+    compared = [step["logprob_diff/max"] for step in folder.metrics("step") if "logprob_diff/max" in step]
+    assert all(diff <= 1e-4 for diff in compared)
+
+
+class Run:
+    """`miles launch` in a process of its own."""
+
+    def __init__(self, *arguments):
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "miles", "launch", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self.lines = []
+
+    def until(self, pattern):
+        for line in self.process.stdout:
+            self.lines.append(line)
+            if re.search(pattern, line):
+                return line
+        pytest.fail("the run ended first:\n" + "".join(self.lines[-30:]))
+
+    def end(self, timeout=60):
+        rest, _ = self.process.communicate(timeout=timeout)
+        self.lines.append(rest)
+        return self.process.returncode
+
+    @property
+    def text(self):
+        return "".join(self.lines)
+
+    def children(self):
+        """Processes of the run's own session, itself excluded."""
+        found = {}
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                fields = (path / "stat").read_text().rpartition(")")[2].split()
+                if int(fields[3]) == self.process.pid and int(path.name) != self.process.pid:
+                    found[int(path.name)] = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                continue
+        return found
+
+    def worker(self, log):
+        """The child whose output goes to `log`."""
+        for pid in self.children():
+            if Path(f"/proc/{pid}/fd/1").resolve().name == log:
+                return pid
+        raise AssertionError(f"no child writes {log}: {self.children()}")
+
+
+def owned_by(pid):
+    """Processes that a sandbox of run `pid` left."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if f"MILES_OWNER={pid}-".encode() in path.read_bytes():
+                found.append(path.parent.name)
+        except OSError:
+            continue
+    return found
+
+
+@pytest.fixture
+def run_of(tmp_path):
+    started = []
+
+    def start(*arguments):
+        started.append(Run(*arguments, f"run.root={tmp_path}") if arguments[0] != "--resume" else Run(*arguments))
+        return started[-1]
+
+    yield start
+    for run in started:
+        if run.process.poll() is None:
+            run.process.kill()
+        run.process.stdout.close()
+        run.process.wait()
+
+
+def test_ctrl_c_ends_cleanly_and_resume_goes_on_where_it_was(run_of, tmp_path):
+    run = run_of("quickstart", *SMALL, "train.steps=200", "train.save_every=0")
+    url = run.until("session server").split("http://127.0.0.1:")[1]
+    run.until(r"step 2 ")
+    snapshots = set(Path("/dev/shm").glob("miles-weights-*"))
+    run.process.send_signal(signal.SIGINT)
+    assert run.end() == 0, run.text
+    assert "stopping after this step" in run.text
+    assert run.children() == {}
+    assert owned_by(run.process.pid) == []
+    assert len(set(Path("/dev/shm").glob("miles-weights-*")) & snapshots) < len(snapshots)
+    with socket.socket() as port:
+        assert port.connect_ex(("127.0.0.1", int(url))) != 0
+    (folder,) = (RunFolder(path) for path in tmp_path.iterdir())
+    stopped_at = folder.metrics("step")[-1]["step"]
+    state = json.loads((folder.checkpoints()[-1] / "state.json").read_text())
+    assert state["step"] == stopped_at
+    config = folder.config.read_text().replace("steps = 200", f"steps = {stopped_at + 2}")
+    folder.config.write_text(config)
+    again = run_of("--resume", str(folder.path))
+    assert again.end() == 0, again.text
+    steps = folder.metrics("step")
+    assert [step["step"] for step in steps] == list(range(1, stopped_at + 3))
+    trained = [name[:7] for step in steps for name in step["groups"]]
+    assert len(set(trained)) == len(trained)
+    assert set(range(2 * stopped_at)) <= {int(name[1:]) for name in trained} | set(state["source"]["pending"])
+
+
+@pytest.mark.slow
+def test_a_killed_engine_is_replaced_and_the_run_goes_on(run_of):
+    run = run_of("quickstart", *SMALL, "train.steps=4", "rollout.retries=3")
+    run.until(r"step 1 ")
+    os.kill(run.worker("engine.log"), signal.SIGKILL)
+    assert run.end() == 0, run.text
+    assert "embedded engine died (1 of 3 restarts used)" in run.text
+    assert "finished at step 4" in run.text
+
+
+@pytest.mark.slow
+def test_an_engine_that_may_not_restart_stops_the_run_with_a_checkpoint(run_of, tmp_path):
+    run = run_of("quickstart", *SMALL, "train.steps=200", "engine.embedded.restarts=0", "rollout.discard_limit=8")
+    run.until(r"step 1 ")
+    os.kill(run.worker("engine.log"), signal.SIGKILL)
+    assert run.end() == 1, run.text
+    assert "the embedded engine died 1 times" in run.text
+    assert re.search(r"saved .*/checkpoints/step-\d+; go on with `miles launch --resume", run.text)
+    (folder,) = (RunFolder(path) for path in tmp_path.iterdir())
+    assert folder.checkpoints()
+    assert owned_by(run.process.pid) == []
+
+
+@pytest.mark.slow
+def test_a_killed_trainer_stops_the_run_and_names_the_log(run_of):
+    run = run_of("quickstart", *SMALL, "train.steps=200")
+    run.until(r"step 1 ")
+    os.kill(run.worker("trainer-0.log"), signal.SIGKILL)
+    assert run.end() == 1, run.text
+    assert re.search(r"trainer rank 0 \(pid \d+\) ended.*trainer-0\.log", run.text)
+    assert run.children() == {}
+
+
+@pytest.mark.slow
+def test_a_full_disk_stops_the_run_with_instructions(run_of, tmp_path):
+    run = run_of("quickstart", *SMALL, "train.steps=200")
+    run.until(r"step 1 ")
+    (folder,) = (RunFolder(path) for path in tmp_path.iterdir())
+    for path in [*(folder.path / "episodes").iterdir(), folder.path / "metrics.jsonl"]:
+        path.unlink()
+        path.symlink_to("/dev/full")
+    assert run.end() == 1, run.text
+    assert "No space left on device; free some space, then go on with `miles launch --resume" in run.text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["env.name=valut"], "unknown env 'valut'; did you mean vault"),
+        (["harness.name=raect"], "unknown harness 'raect'; did you mean react"),
+        (["sandbox.backend=dockr"], "unknown sandbox 'dockr'"),
+        (["engine.name=embeded"], "unknown engine 'embeded'; did you mean embedded"),
+        (["env.settings.dept=2"], "unknown key 'dept'; nearest: depth"),
+        (["harness.settings.max_turns=few"], "max_turns: Input should be a valid integer"),
+        (["trainer.backend=fsdpp"], "unknown trainer 'fsdpp'; did you mean fsdp"),
+        (["model.path=/no/such/dir", "model.tiny=none"], "is not a model directory"),
+        (["model.path=/tmp"], "give either model.path .* or model.tiny"),
+    ],
+)
+def test_what_the_user_can_mend_is_told_at_once(run_of, overrides, message):
+    run = run_of("quickstart", *SMALL, *overrides)
+    assert run.end() == 2, run.text
+    assert re.search(message, run.text), run.text
+    assert "Traceback" not in run.text
+
+
+@pytest.mark.slow
+def test_a_taken_port_and_a_model_without_tokenizer(run_of, model, tmp_path_factory):
+    bare = tmp_path_factory.mktemp("bare")
+    for name in ("config.json", "model.safetensors"):
+        (bare / name).write_bytes((model / name).read_bytes())
+    run = run_of("quickstart", *SMALL, "model.tiny=none", f"model.path={bare}")
+    assert (run.end(), "has no tokenizer" in run.text) == (2, True), run.text
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        run = run_of("quickstart", *SMALL, f"session.port={taken.getsockname()[1]}")
+        assert (run.end(), "session.port=0" in run.text) == (2, True), run.text
+    assert run.children() == {}
