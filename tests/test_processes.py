@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -120,9 +121,7 @@ asyncio.run(main())
 
 
 def test_a_child_ends_with_its_killed_parent(tmp_path):
-    parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT.format(log=tmp_path)], stdout=subprocess.PIPE, cwd=os.fspath(ROOT)
-    )
+    parent = subprocess.Popen([sys.executable, "-c", PARENT.format(log=tmp_path)], stdout=subprocess.PIPE, cwd=ROOT)
     child = int(parent.stdout.readline())
     parent.kill()
     parent.wait()
@@ -136,10 +135,9 @@ def test_a_child_ends_with_its_killed_parent(tmp_path):
 
 def _alive(pid):
     try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
 
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+ROOT = Path(__file__).resolve().parents[1]

@@ -42,7 +42,7 @@ class RolloutConfig(Config):
     on_stale: Literal["retry", "keep", "drop"] = "retry"
     """What happens to a finished group that is older than max_staleness."""
     discard_limit: int = 64
-    """Discarded episodes in a row after which the run stops."""
+    """Discarded episodes, or groups that are too old, in a row after which the run stops."""
     seed: int = 0
     """Order of the tasks."""
 
@@ -88,6 +88,7 @@ class AsyncRollout:
         self._counts: Counter[str] = Counter()
         self._totals: Counter[str] = Counter()
         self._discarded_in_a_row = 0
+        self._stale_in_a_row = 0
         self._fatal: BaseException | None = None
         self._pump: asyncio.Task[None] | None = None
 
@@ -159,7 +160,14 @@ class AsyncRollout:
     def _fresh(self, group: Group) -> bool:
         oldest = min((e.tree.oldest_version for e in group.episodes if e.tree.oldest_version is not None), default=None)
         if oldest is None or self._version - oldest <= self.config.max_staleness or self.config.on_stale == "keep":
+            self._stale_in_a_row = 0
             return True
+        self._stale_in_a_row += 1
+        if self._stale_in_a_row >= self.config.discard_limit:
+            raise RunError(
+                f"{self._stale_in_a_row} groups in a row were too old (version {oldest} at {self._version}): episodes "
+                "take longer than the steps allow; raise rollout.max_staleness, or set rollout.on_stale=keep"
+            )
         retry = self.config.on_stale == "retry" and self._rounds[group.seq] <= self.config.retries
         self._counts["stale_retried" if retry else "stale_dropped"] += 1
         self._release(group.seq, again=retry)

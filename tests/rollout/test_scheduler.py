@@ -225,6 +225,13 @@ async def test_endless_discards_stop_the_run_with_the_reason(rollout_of):
         await asyncio.wait_for(rollout.take(2), 2)
 
 
+async def test_engines_that_never_catch_up_stop_the_run(rollout_of):
+    rollout = rollout_of(Runner(), max_staleness=0, discard_limit=5)
+    rollout.advance(7)  # the runner goes on sampling with version 0
+    with pytest.raises(RunError, match=r"5 groups in a row were too old \(version 0 at 7\).*max_staleness"):
+        await asyncio.wait_for(rollout.take(2), 5)
+
+
 async def test_an_error_of_the_recorder_reaches_whoever_waits(rollout_of):
     def full(episode):
         raise RunError("disk full")

@@ -92,7 +92,7 @@ async def test_a_creation_that_takes_too_long_fails_and_leaves_nothing():
     provider = Provider()
     provider.go.clear()
     pool = SandboxPool(provider, SandboxConfig(create_timeout_s=0.05, create_retries=0))
-    with pytest.raises(SandboxCreateFailed, match="no sandbox after 0.05 s"):
+    with pytest.raises(SandboxCreateFailed, match=r"no sandbox after 0\.05 s"):
         async with pool.sandbox(SandboxSpec()):
             pass
     provider.go.set()

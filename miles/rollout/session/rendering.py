@@ -184,7 +184,8 @@ def _detect(model: Path) -> str:
     family = _FAMILY_OF_MODEL_TYPE.get(model_type)
     if family is None:
         raise ConfigError(
-            f"cannot tell the chat family of {model} (model_type {model_type!r}); name one: session.rendering.family=qwen3"
+            f"cannot tell the chat family of {model} (model_type {model_type!r}); "
+            "name one: session.rendering.family=qwen3"
         )
     return family
 

@@ -201,14 +201,14 @@ async def test_what_a_client_asks_of_sampling_is_recorded_not_obeyed(serve, engi
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_engine_failures_have_their_status_also_before_a_stream(serve, engine_of, stream):
-    async with serve(engine_of([EngineLost("gone"), EngineError("garbled")])) as server:
-        async with client_of(server, server.open()) as client:
-            with pytest.raises(openai.InternalServerError) as lost:
-                await client.chat.completions.create(model="m", messages=[USER], stream=stream)
-            assert (lost.value.status_code, lost.value.response.headers["retry-after"]) == (503, "1")
-            with pytest.raises(openai.InternalServerError) as garbled:
-                await client.chat.completions.create(model="m", messages=[USER], stream=stream)
-            assert garbled.value.status_code == 502
+    engine = engine_of([EngineLost("gone"), EngineError("garbled")])
+    async with serve(engine) as server, client_of(server, server.open()) as client:
+        with pytest.raises(openai.InternalServerError) as lost:
+            await client.chat.completions.create(model="m", messages=[USER], stream=stream)
+        assert (lost.value.status_code, lost.value.response.headers["retry-after"]) == (503, "1")
+        with pytest.raises(openai.InternalServerError) as garbled:
+            await client.chat.completions.create(model="m", messages=[USER], stream=stream)
+        assert garbled.value.status_code == 502
 
 
 async def test_context_overflow_is_what_harnesses_recognise(serve, engine_of):
@@ -266,7 +266,7 @@ async def test_a_taken_port_says_how_to_get_a_free_one(rendering, engine_of):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match="session.port=0"):
+        with pytest.raises(ConfigError, match=r"session\.port=0"):
             async with SessionServer(engine_of([]), rendering, SessionConfig(port=port)):
                 pass
 

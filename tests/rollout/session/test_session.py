@@ -69,7 +69,7 @@ async def test_text_that_would_encode_differently_keeps_the_sampled_ids(session_
 
 
 async def test_an_edited_answer_is_context_and_the_sampled_one_stays_trainable(session_of, rendering):
-    session, engine = session_of(["answer 42", "answer 43"])
+    session, _ = session_of(["answer 42", "answer 43"])
     await told(session, USER)
     await told(session, USER, {"role": "assistant", "content": "answer 41"}, user("go on"))
     first, second = (await session.close()).turns
