@@ -97,7 +97,7 @@ class RichReporter:
             self._phase = f"evaluating version {data['step']} on held-out tasks"
         elif kind == "eval":
             self._phase = ""
-            self._console.print(_eval_line(data), style="green")
+            self._console.print(_eval_line(data), style="green", highlight=False)
         elif kind == "step":
             self._rewards.append(data["reward/mean"])
             self._steps = [*self._steps, _step_cells(data)][-8:]

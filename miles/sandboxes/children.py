@@ -5,10 +5,13 @@ import contextlib
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
-from typing import IO
+from typing import IO, Any
 
-__all__ = ["Capture", "Child"]
+from miles.sandboxes.base import ExecResult
+
+__all__ = ["Capture", "Child", "check_timeout", "finished"]
 
 _CHUNK = 1 << 16
 _DRAIN_S = 0.2
@@ -162,3 +165,24 @@ class Child:
 def _resolve(future: "asyncio.Future[None]") -> None:
     if not future.done():
         future.set_result(None)
+
+
+def check_timeout(timeout_s: Any) -> None:
+    """A timeout is a positive finite number of seconds; anything else is the caller's error."""
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < float("inf"):
+        raise ValueError(f"timeout_s must be a positive finite number of seconds, not {timeout_s!r}")
+
+
+def finished(child: Child, status: int, *, timed_out: bool, oom: bool, began: float) -> ExecResult:
+    """The value of an ended command."""
+    signalled = status < 0 or (status > 128 and status - 128 in {int(s) for s in signal.Signals})
+    outcome = "timeout" if timed_out else "oom" if oom and status != 0 else "signal" if signalled else "exited"
+    stdout, stderr = child.stdout.value(), child.stderr.value()
+    return ExecResult(
+        exit_code=status if status >= 0 and not timed_out else None,
+        stdout=stdout,
+        stderr=stderr,
+        outcome=outcome,  # type: ignore[arg-type]
+        truncated=bool(child.stdout.dropped or child.stderr.dropped),
+        duration_s=time.monotonic() - began,
+    )

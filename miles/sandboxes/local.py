@@ -15,12 +15,11 @@ import shutil
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from miles.errors import SandboxCreateFailed, SandboxError, SandboxLost, SandboxUnavailable
 from miles.sandboxes.base import Capabilities, ExecResult, Sandbox, SandboxSpec
 from miles.sandboxes.cgroups import Cgroup, cgroup_root, make_cgroup
-from miles.sandboxes.children import Child
+from miles.sandboxes.children import Child, check_timeout, finished
 from miles.sandboxes.reaper import alive_owners, owner_tag, processes_with, reap
 
 __all__ = ["LocalBackend", "LocalSandbox"]
@@ -297,27 +296,6 @@ class LocalSandbox:
                     continue
             await asyncio.sleep(0.01)
         await child.wait()
-
-
-def check_timeout(timeout_s: Any) -> None:
-    """A timeout is a positive finite number of seconds; anything else is the caller's error."""
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < float("inf"):
-        raise ValueError(f"timeout_s must be a positive finite number of seconds, not {timeout_s!r}")
-
-
-def finished(child: Child, status: int, *, timed_out: bool, oom: bool, began: float) -> ExecResult:
-    """The value of an ended command."""
-    signalled = status < 0 or (status > 128 and status - 128 in {int(s) for s in signal.Signals})
-    outcome = "timeout" if timed_out else "oom" if oom and status != 0 else "signal" if signalled else "exited"
-    stdout, stderr = child.stdout.value(), child.stderr.value()
-    return ExecResult(
-        exit_code=status if status >= 0 and not timed_out else None,
-        stdout=stdout,
-        stderr=stderr,
-        outcome=outcome,  # type: ignore[arg-type]
-        truncated=bool(child.stdout.dropped or child.stderr.dropped),
-        duration_s=time.monotonic() - began,
-    )
 
 
 async def _kill_new(child: Child, info_fd: int) -> None:

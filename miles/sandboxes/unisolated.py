@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from miles.sandboxes.base import ExecResult, SandboxSpec
-from miles.sandboxes.children import Child
-from miles.sandboxes.local import check_timeout, finished
+from miles.sandboxes.children import Child, check_timeout, finished
 from miles.sandboxes.reaper import owner_tag, processes_with
 
 __all__ = ["UnisolatedSandbox"]
