@@ -101,18 +101,19 @@ class RichReporter:
         elif kind == "step":
             self._rewards.append(data["reward/mean"])
             self._steps = [*self._steps, _step_cells(data)][-8:]
-            self._advance("reinforcement learning", data["step"], None)
+            self._advance("reinforcement learning", data["step"], data["steps"])
         elif kind == "tick":
             self._tick = data
         elif kind == "stopping":
             self._phase = "stopping after this step, then a checkpoint; once more stops at once"
         elif kind == "end":
-            self.live.update(self._screen(), refresh=True)
+            self.live.update(self._screen())
+            self.live.stop()
             for line in _end_lines(data, self._rewards):
                 self._console.print(line, markup=False, highlight=False)
         self.live.update(self._screen())
 
-    def _advance(self, what: str, done: int, total: int | None) -> None:
+    def _advance(self, what: str, done: int, total: int) -> None:
         if self._task is None or self._bar.tasks[-1].description != what:
             self._task = self._bar.add_task(what, total=total)
         self._bar.update(self._task, completed=done, total=total)

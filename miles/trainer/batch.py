@@ -9,16 +9,20 @@ from miles.trainer.advantages import group_advantages
 from miles.trainer.rows import Row, episode_rows
 from miles.types import Group, WeightVersion
 
-__all__ = ["Batch", "LossUnit", "build_batch", "micro_batches", "normalize"]
+__all__ = ["Batch", "LossUnit", "build_batch", "logprob_difference", "micro_batches", "normalize"]
 
 LossUnit = Literal["episode", "token", "group", "constant"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """One optimizer step's rows and what is known about them before any tensor exists."""
+    """One optimizer step's rows and what is known about them before any tensor exists.
+
+    `flat` are the rows without advantage: not trained, but good to compare logprobs on.
+    """
 
     rows: list[Row]
+    flat: list[Row]
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -51,7 +55,24 @@ def build_batch(
         "staleness/max": float(max(ages, default=0)),
     }
     scaled = normalize(rows, owned_of, unit=unit, constant=constant)
-    return Batch(rows=[row for row in scaled if row.advantage != 0.0], metrics=metrics)
+    live = [row for row in scaled if row.advantage != 0.0]
+    return Batch(rows=live, flat=[row for row in scaled if row.advantage == 0.0], metrics=metrics)
+
+
+def logprob_difference(
+    rows: Sequence[Row], scores: Sequence[Sequence[float]], *, version: WeightVersion
+) -> dict[str, float]:
+    """How far `scores` are from the engine's logprobs, on tokens that `version` sampled."""
+    diffs = [
+        abs(score - old)
+        for row, line in zip(rows, scores, strict=True)
+        for score, old, own, sampled_by in zip(line, row.logprobs, row.owned, row.versions, strict=True)
+        if own and sampled_by == version
+    ]
+    if not diffs:
+        return {"logprob_diff/tokens": 0.0}
+    mean = sum(diffs) / len(diffs)
+    return {"logprob_diff/tokens": float(len(diffs)), "logprob_diff/mean": mean, "logprob_diff/max": max(diffs)}
 
 
 def normalize(rows: Sequence[Row], owned_of: dict[str, int], *, unit: LossUnit, constant: float = 1.0) -> list[Row]:

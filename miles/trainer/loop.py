@@ -13,7 +13,7 @@ from pydantic import Field
 from miles.config import Config
 from miles.errors import TrainerError
 from miles.runs import RunFolder
-from miles.trainer.batch import Batch, LossUnit, build_batch, normalize
+from miles.trainer.batch import Batch, LossUnit, build_batch, logprob_difference, normalize
 from miles.trainer.publish import Publisher
 from miles.trainer.rows import Row
 from miles.trainer.settings import OptimConfig, PolicyLossConfig, StepSpec
@@ -21,6 +21,9 @@ from miles.trainer.trainer import Trainer
 from miles.types import Evaluator, Group, GroupSource, Reporter
 
 __all__ = ["Driver", "TrainConfig", "WarmStartConfig"]
+
+
+_WITNESSES = 16  # rows that still compare logprobs in a step that has nothing to train
 
 
 class WarmStartConfig(Config):
@@ -94,7 +97,10 @@ class Driver:
             idle_since += step_s
             metrics |= {"wait_s": wait_s, "step_s": step_s, "trainer_idle": wait_s / step_s}
             metrics["tokens_per_s"] = metrics.get("sampled_tokens", 0.0) / step_s
-            self._tell("step", {"step": self.step, "groups": [group.id for group in groups], **metrics})
+            self._tell(
+                "step",
+                {"step": self.step, "steps": self.config.steps, "groups": [group.id for group in groups], **metrics},
+            )
             await self._now_and_then()
         if not self.stop.is_set():
             await self.evaluate()
@@ -140,6 +146,9 @@ class Driver:
         batch = await asyncio.to_thread(self._batch, groups)
         spec = StepSpec(loss="policy", policy=self.config.policy, temperature=self._temperature, version=self.step)
         trained = await self._trainer.step(batch.rows, spec, self.config.optim)
+        if not batch.rows and (witnesses := batch.flat[:_WITNESSES]):
+            scores = await self._trainer.score(witnesses, temperature=self._temperature)
+            trained |= logprob_difference(witnesses, scores, version=self.step)
         self.step += 1
         train_s = time.monotonic() - began
         publish_s = await self._publish()

@@ -110,6 +110,7 @@ def test_doctor_says_what_is_here_and_what_to_install(capsys):
 
 STEP = {
     "step": 3,
+    "steps": 9,
     "reward/mean": 0.5,
     "staleness/mean": 0.25,
     "staleness/max": 1.0,

@@ -111,6 +111,20 @@ async def test_each_step_trains_publishes_and_tells(drive):
     assert reporter.kinds[:3] == ["evaluating", "eval", "step"]
 
 
+async def test_a_step_with_nothing_to_train_still_compares_logprobs_and_changes_nothing(drive):
+    class Flat(Source):
+        async def take(self, n):
+            groups = await super().take(n)
+            return [group(1.0, 1.0, id=g.id, tree=g.episodes[0].tree) for g in groups]
+
+    driver, _, _, folder, _ = drive(Flat())
+    await driver.train()
+    for step in folder.metrics("step"):
+        assert (step["skipped_empty"], step["groups/without_difference"]) == (1.0, 2.0)
+        assert step["logprob_diff/tokens"] == 8
+        assert step["logprob_diff/max"] > 1  # the source's logprobs are made up: -0.5
+
+
 async def test_only_the_newest_snapshot_is_kept(drive):
     driver, sink, *_ = drive(Source())
     await driver.train()
