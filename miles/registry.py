@@ -22,6 +22,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
     "sandboxes": {"local": "miles.sandboxes.local:LocalBackend"},
     "engines": {
         "embedded": "miles.rollout.engines.embedded:EmbeddedEngine",
+        "inprocess": "miles.rollout.engines.inprocess:InProcessEngine",
         "scripted": "miles.rollout.engines.scripted:ScriptedEngine",
     },
     "rollouts": {"async": "miles.rollout.scheduler:AsyncRollout"},

@@ -74,8 +74,12 @@ class RunFolder:
         self._append(self.path / "metrics.jsonl", line.encode())
 
     def metrics(self, kind: str | None = None) -> list[dict[str, Any]]:
-        """Lines of metrics.jsonl; a line cut by a crash is left out."""
-        lines = list(_json_lines(self.path / "metrics.jsonl"))
+        """Lines of metrics.jsonl. A line cut by a crash is left out, and so is what a resumed run did again."""
+        lines: list[dict[str, Any]] = []
+        for line in _json_lines(self.path / "metrics.jsonl"):
+            if line.get("kind") == "resume":  # what came after the checkpoint happens again
+                lines = [earlier for earlier in lines if earlier.get("step", 0) <= line["step"]]
+            lines.append(line)
         return [line for line in lines if kind is None or line.get("kind") == kind]
 
     def write_episode(self, name: str, episode: Episode) -> None:

@@ -34,6 +34,14 @@ def test_a_line_cut_by_a_crash_is_left_out(folder):
     assert len(folder.metrics()) == 1
 
 
+def test_what_a_resumed_run_does_again_counts_once(folder):
+    for step in (1, 2, 3):
+        folder.log("step", {"step": step, "try": 1})
+    folder.log("resume", {"step": 1})
+    folder.log("step", {"step": 2, "try": 2})
+    assert [(line["step"], line["try"]) for line in folder.metrics("step")] == [(1, 1), (2, 2)]
+
+
 @pytest.mark.parametrize("name", ["metrics.jsonl", "episodes/train.jsonl"])
 def test_a_full_disk_is_a_clear_stop(folder, name):
     (folder.path / name).symlink_to("/dev/full")

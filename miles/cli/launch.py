@@ -6,7 +6,7 @@ import logging
 import sys
 
 from miles.cli.progress import make_reporter
-from miles.config import build, dump_toml, read_toml
+from miles.config import apply_overrides, build, dump_toml, read_toml
 from miles.errors import ConfigError
 from miles.recipes.compose import launch as launch_run
 from miles.recipes.compose import resume
@@ -20,10 +20,11 @@ def launch(options: argparse.Namespace) -> int:
     """Train, or go on training."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     if options.resume is not None:
-        if options.recipe is not None:
+        overrides = [text for text in (options.recipe, *options.overrides) if text is not None]
+        if overrides and "=" not in overrides[0]:
             raise ConfigError("give either a recipe or --resume RUN: a resumed run keeps its own recipe")
         folder = RunFolder.open(options.resume)
-        config = build(RunConfig, read_toml(folder.config))
+        config = build(RunConfig, apply_overrides(RunConfig, read_toml(folder.config), overrides))
     elif options.recipe is not None:
         config = load_recipe(options.recipe, options.overrides)
     else:

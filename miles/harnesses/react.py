@@ -5,7 +5,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from miles.config import Config
-from miles.errors import HarnessError
+from miles.errors import EngineError, HarnessError
 from miles.harnesses.base import AgentContext
 from miles.sandboxes.shell import SHELL_TOOL, run_shell
 from miles.types import Message, ToolSpec
@@ -83,11 +83,11 @@ class ReactHarness:
                 messages=messages,  # type: ignore[arg-type]
                 **options,
             )
-        except openai.BadRequestError as error:
+        except (openai.BadRequestError, openai.RateLimitError) as error:
             reason = str(error.code)
             raise HarnessError(str(error), reason=reason if reason in _LIMITS else "bad_request") from error
-        except openai.OpenAIError as error:
-            raise HarnessError(f"the model endpoint failed: {error}", reason="endpoint_failed") from error
+        except openai.OpenAIError as error:  # no answer, or a 5xx: not the policy's doing
+            raise EngineError(f"the model endpoint failed: {error}") from error
         return reply.choices[0].message
 
     async def _use(self, context: AgentContext, call: Any) -> tuple[str, bool]:

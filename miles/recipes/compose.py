@@ -5,7 +5,7 @@ import contextlib
 import logging
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -21,10 +21,12 @@ from miles.recipes.tiny_model import describe, make_tiny_model
 from miles.registry import resolve
 from miles.rollout.engines.base import Engine
 from miles.rollout.engines.embedded import EmbeddedEngine
+from miles.rollout.engines.inprocess import InProcessEngine
 from miles.rollout.episode import AgentGenerate, EpisodeRunner, Generate
 from miles.rollout.evaluation import SharedEvaluator
+from miles.rollout.layers import RolloutSource
 from miles.rollout.scheduler import AsyncRollout
-from miles.rollout.session.rendering import Rendering, load_rendering
+from miles.rollout.session.rendering import Rendering, check_tokenizer, load_rendering
 from miles.rollout.session.server import SessionServer
 from miles.runs import RunFolder
 from miles.sandboxes.pool import SandboxPool
@@ -58,8 +60,7 @@ def make_plugin(kind: str, name: str, settings: dict[str, Any]) -> Any:
 
 async def launch(config: RunConfig, reporter: Reporter) -> RunFolder:
     """A new run, from its folder to its last evaluation. Raises MilesError when it cannot go on."""
-    taskset = _taskset(config)
-    resolve("engines", config.engine.name), resolve("sandboxes", config.sandbox.backend)
+    taskset = _checked(config)
     folder = RunFolder.create(config.run.root, config.name)
     folder.write_config(dump_toml(config))
     await _go(config, taskset, folder, reporter, checkpoint=None)
@@ -73,8 +74,32 @@ async def resume(folder: RunFolder, config: RunConfig, reporter: Reporter) -> Ru
         raise ConfigError(
             f"{folder.path} has no checkpoint to resume from; start again with `miles launch {config.name}`"
         )
-    await _go(config, _taskset(config), folder, reporter, checkpoint=checkpoints[-1])
+    taskset = _checked(config)
+    folder.write_config(dump_toml(config))
+    folder.log("resume", {"step": read_state(checkpoints[-1])["step"], "checkpoint": str(checkpoints[-1])})
+    await _go(config, taskset, folder, reporter, checkpoint=checkpoints[-1])
     return folder
+
+
+def _checked(config: RunConfig) -> Taskset:
+    """Find every plug-in and check its settings before anything is started or written."""
+    for kind, name in (
+        ("engines", config.engine.name),
+        ("sandboxes", config.sandbox.backend),
+        ("rollouts", config.rollout.name),
+        ("trainers", config.trainer.backend),
+    ):
+        resolve(kind, name)
+    if config.generation is not None:
+        resolve("harnesses", config.generation)
+    else:
+        as_harness(make_plugin("harnesses", config.harness.name, config.harness.settings))
+    if config.model.path is not None:
+        if not (config.model.path / "config.json").is_file():
+            raise ConfigError(f"model.path={config.model.path} is not a model directory (no config.json)")
+        check_tokenizer(config.model.path)
+    taskset: Taskset = make_plugin("envs", config.env.name, config.env.settings)
+    return taskset
 
 
 async def _go(
@@ -141,16 +166,10 @@ async def _parts(
         generate = await _generate(config, stack)
         runner = EpisodeRunner(taskset, server, pool, generate, config.episode)
         record = _recorder(folder, engine)
-        rollout = AsyncRollout(
-            taskset.tasks("train"),
-            runner,
-            config.rollout.model_copy(update={"seed": config.run.seed}),
-            version=step,
-            state=state["source"] if state else None,
-            on_episode=record,
-        )
+        rollout = _rollout(config, taskset, runner, folder, state, record)
         stack.push_async_callback(rollout.close)
-        evaluator = SharedEvaluator(taskset.tasks(config.eval.split), runner, rollout, config.eval, on_episode=record)
+        held_out = taskset.tasks(config.eval.split)
+        evaluator = SharedEvaluator(held_out, runner, rollout.paused, config.eval, on_episode=record)
         publisher = Publisher(trainer, engine, config.publish)
         stack.callback(publisher.close)
         driver = Driver(
@@ -186,7 +205,30 @@ async def _parts(
         yield _Parts(driver=driver, trainer=trainer, rendering=rendering)
 
 
-async def _tick(rollout: AsyncRollout, reporter: Reporter) -> None:
+def _rollout(
+    config: RunConfig,
+    taskset: Taskset,
+    runner: EpisodeRunner,
+    folder: RunFolder,
+    state: dict[str, Any] | None,
+    record: Callable[[Episode], None],
+) -> AsyncRollout | RolloutSource:
+    """Where groups come from: our scheduler over the taskset, or the recipe's own rollout layer."""
+    tasks, source = taskset.tasks("train"), state["source"] if state else None
+    if config.rollout.name != "async":
+        return RolloutSource(resolve("rollouts", config.rollout.name)(runner, tasks), state=source)
+    return AsyncRollout(
+        tasks,
+        runner,
+        config.rollout.model_copy(update={"seed": config.run.seed}),
+        version=int(state["step"]) if state else 0,
+        state=source,
+        life=len(folder.metrics("resume")),
+        on_episode=record,
+    )
+
+
+async def _tick(rollout: AsyncRollout | RolloutSource, reporter: Reporter) -> None:
     while True:
         await asyncio.sleep(1.0)
         reporter.event("tick", rollout.now())
@@ -214,11 +256,6 @@ def _ctrl_c(driver: Driver, reporter: Reporter) -> Iterator[None]:
                 loop.remove_signal_handler(number)
 
 
-def _taskset(config: RunConfig) -> Taskset:
-    taskset: Taskset = make_plugin("envs", config.env.name, config.env.settings)
-    return taskset
-
-
 def _backend(config: RunConfig) -> Any:
     return resolve("sandboxes", config.sandbox.backend)(allow_unisolated=config.sandbox.allow_unisolated)
 
@@ -232,6 +269,10 @@ def _engine(config: RunConfig, model: Path, folder: RunFolder) -> Engine:
             config.engine.embedded,
             temperature=config.sampling.temperature,
             seed=config.run.seed,
+        )
+    if plugin is InProcessEngine:
+        return InProcessEngine(
+            model, config.engine.embedded, temperature=config.sampling.temperature, seed=config.run.seed
         )
     engine: Engine = plugin(model) if isinstance(plugin, type) else plugin
     return engine
@@ -254,8 +295,6 @@ def _seeded(config: RunConfig) -> Any:
 def _model(config: RunConfig, taskset: Taskset, folder: RunFolder) -> Path:
     """The directory of the first weights; a tiny model is made in the run folder."""
     if config.model.path is not None:
-        if not (config.model.path / "config.json").is_file():
-            raise ConfigError(f"model.path={config.model.path} is not a model directory (no config.json)")
         return config.model.path
     directory = folder.path / "model"
     if directory.is_dir() or config.model.tiny is None:
@@ -274,7 +313,7 @@ def _demonstrations(config: RunConfig, taskset: Taskset, rendering: Rendering) -
         yield demonstration_row(*rendering.demonstration(list(messages), list(tools)))
 
 
-def _recorder(folder: RunFolder, engine: Engine) -> Any:
+def _recorder(folder: RunFolder, engine: Engine) -> Callable[[Episode], None]:
     def record(episode: Episode) -> None:
         folder.write_episode(f"{episode.split}-v{engine.version:06d}", episode)
 

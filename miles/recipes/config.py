@@ -115,8 +115,8 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _consistent(self) -> "RunConfig":
-        if self.publish.kind == "inprocess":
-            raise ValueError("publish.kind=inprocess is for engines in the trainer's process; recipes use safetensors")
+        if self.publish.kind == "inprocess" and (self.engine.name != "inprocess" or self.trainer.ranks != 0):
+            raise ValueError("publish.kind=inprocess needs one process: engine.name=inprocess trainer.ranks=0")
         return self
 
 

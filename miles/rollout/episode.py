@@ -11,7 +11,7 @@ import math
 import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from miles.config import Config
@@ -117,6 +117,7 @@ class GenerateContext:
         if spec is None:
             yield None
             return
+        spec = replace(spec, labels={**spec.labels, "episode": self.job.episode_id})
         began = time.monotonic()
         async with self.pool.sandbox(spec) as sandbox:
             self.timings["sandbox"] = time.monotonic() - began
@@ -260,6 +261,8 @@ class AgentGenerate:
             raise
         except EnvError as error:
             raise _Discard("env_step_failed", str(error)) from None
+        except EngineError as error:
+            raise _Discard("engine", session.engine_failure or str(error)) from None
         except HarnessError as error:
             fault = Faulted(reason=error.reason, detail=str(error)[-2000:])
         except Exception:  # noqa: BLE001  the boundary to an agent's code

@@ -4,11 +4,11 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from miles.config import Config
 from miles.rollout.episode import EpisodeRunner, Job
-from miles.rollout.scheduler import AsyncRollout
 from miles.types import Discarded, Episode, Task, WeightVersion
 
 __all__ = ["EvalConfig", "SharedEvaluator"]
@@ -28,13 +28,13 @@ class EvalConfig(Config):
 
 
 class SharedEvaluator:
-    """Pauses new training episodes and runs every task once. Discarded episodes are retried, then left out."""
+    """Runs every task once inside `paused()` (no new training episodes). Discarded ones are retried, then left out."""
 
     def __init__(
         self,
         tasks: Sequence[Task],
         runner: EpisodeRunner,
-        rollout: AsyncRollout,
+        paused: Callable[[], AbstractAsyncContextManager[None]],
         config: EvalConfig | None = None,
         *,
         retries: int = 2,
@@ -42,7 +42,7 @@ class SharedEvaluator:
     ) -> None:
         self.config = config or EvalConfig()
         self._tasks = tasks[: self.config.tasks]
-        self._runner, self._rollout, self._retries, self._on_episode = runner, rollout, retries, on_episode
+        self._runner, self._paused, self._retries, self._on_episode = runner, paused, retries, on_episode
 
     async def evaluate(self, version: WeightVersion) -> dict[str, Any]:
         """Mean reward over scored and faulted episodes; `mixed` counts episodes that saw another version."""
@@ -59,7 +59,7 @@ class SharedEvaluator:
                         break
                 return episode
 
-        async with self._rollout.paused():
+        async with self._paused():
             episodes = await asyncio.gather(*(one(task) for task in self._tasks))
         rewards = [e.reward for e in episodes if e.reward is not None]
         other = [e for e in episodes if any(set(t.versions) - {version} for t in e.tree.turns)]

@@ -1,6 +1,7 @@
 """The rollout layer: anything with `groups()` can feed the trainer."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 from miles.errors import RunError
@@ -43,6 +44,20 @@ class RolloutSource:
 
     def counters(self) -> dict[str, float]:
         return {}
+
+    def now(self) -> dict[str, float]:
+        """What is going on at this moment: the producer does not tell."""
+        return {"groups_taken": float(self._taken)}
+
+    @asynccontextmanager
+    async def paused(self) -> AsyncIterator[None]:
+        """Evaluation may run beside the producer: it alone decides what it begins."""
+        yield
+
+    async def close(self) -> None:
+        """End the producer's generator."""
+        if isinstance(self._groups, AsyncGenerator):
+            await self._groups.aclose()
 
     def state(self) -> dict[str, Any]:
         return {"taken": self._taken}

@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 class RolloutConfig(Config):
     """How episodes are scheduled and which groups reach the trainer."""
 
+    name: str = "async"
+    """Rollout layer: registry name, or module:attr of a class with groups(), made as `cls(runner, tasks)`."""
     groups_per_step: int = 16
     """Groups that one optimizer step consumes."""
     group_size: int = 8
@@ -58,7 +60,10 @@ class _Open:
 
 
 class AsyncRollout:
-    """A GroupSource over tasks. `on_episode` sees every finished episode, discarded ones included."""
+    """A GroupSource over tasks. `on_episode` sees every finished episode, discarded ones included.
+
+    `life` counts how often the run was resumed: it keeps group names unique over a run's lives.
+    """
 
     def __init__(
         self,
@@ -68,13 +73,14 @@ class AsyncRollout:
         *,
         version: WeightVersion = 0,
         state: dict[str, Any] | None = None,
+        life: int = 0,
         on_episode: Callable[[Episode], None] = lambda episode: None,
     ) -> None:
         if not tasks:
             raise RunError("the taskset has no training tasks")
         self.config = config or RolloutConfig()
         self._tasks, self._runner, self._on_episode = tasks, runner, on_episode
-        self._version = version
+        self._version, self._life = version, life
         self._next = int(state["next"]) if state else 0
         self._again: deque[int] = deque(state["pending"] if state else ())
         self._admitted = version * self.config.groups_per_step
@@ -220,6 +226,7 @@ class AsyncRollout:
         self._admitted += 1
         self._rounds[seq] += 1
         group_id = f"g{seq:06d}" + (f"r{self._rounds[seq]}" if self._rounds[seq] > 1 else "")
+        group_id += f"l{self._life}" if self._life else ""
         task = self._task(seq)
         self._open[group_id] = _Open(seq=seq, round=self._rounds[seq], left=self.config.group_size)
         self._jobs.extend(Job(task=task, group_id=group_id, index=i) for i in range(self.config.group_size))

@@ -22,7 +22,11 @@ class Resources:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxSpec:
-    """What to make. `files` maps absolute paths to contents, written before anything runs."""
+    """What to make. `files` maps absolute paths to contents, written before anything runs.
+
+    `labels` say whose machine it is; they are kept where the provider can show them (for `local`: the
+    environment of the outer process), beside the owner's tag that the reaper goes by.
+    """
 
     workdir: str = "/workspace"
     files: Mapping[str, bytes] = field(default_factory=dict)

@@ -114,7 +114,7 @@ class LocalBackend:
                 "-c",
                 _READY,
             ]
-            env = {"PATH": _PATH, "MILES_OWNER": owner_tag()}
+            env = {"PATH": _PATH, "MILES_OWNER": owner_tag(), "MILES_LABELS": json.dumps(dict(spec.labels))}
             child = Child(argv, env=env, pass_fds=[*files, write_end])
             os.close(write_end)
             write_end = -1

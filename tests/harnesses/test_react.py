@@ -6,7 +6,7 @@ import time
 import pytest
 
 from miles.envs.toy import GuessNumberTaskset
-from miles.errors import ConfigError, HarnessError, SandboxLost
+from miles.errors import ConfigError, EngineError, EngineLost, HarnessError, SandboxLost
 from miles.harnesses.base import AgentContext, Endpoint, FunctionHarness, as_harness
 from miles.harnesses.react import ReactConfig, ReactHarness
 from miles.sandboxes.base import SandboxSpec
@@ -99,6 +99,11 @@ async def test_limits_of_the_session_are_named(play):
     with pytest.raises(HarnessError) as stopped:
         await play([call("none", {})] * 9, limits=Limits(turns=2))
     assert stopped.value.reason == "turn_limit"
+
+
+async def test_an_endpoint_that_fails_is_not_the_agents_fault(play):
+    with pytest.raises(EngineError, match="the model endpoint failed"):
+        await play([EngineLost("gone")] * 9)
 
 
 async def test_a_lost_sandbox_ends_the_loop_at_once(play):

@@ -18,7 +18,8 @@ from miles.recipes.config import load_recipe
 from miles.rollout.session.rendering import load_rendering
 from miles.runs import RunFolder
 from miles.trainer.batch import build_batch
-from miles.types import Group
+from miles.types import Group, Tree
+from tests.trees import group, turn
 
 SMALL = [
     "train.warm_start.steps=3",
@@ -98,6 +99,39 @@ def test_engine_and_trainer_agree_on_every_logprob_they_can_compare(finished):
     folder, _ = finished
     compared = [step["logprob_diff/max"] for step in folder.metrics("step") if "logprob_diff/max" in step]
     assert all(diff <= 1e-4 for diff in compared)
+
+
+class TwoGroups:
+    """A rollout layer of its own: any task, two made-up groups a step."""
+
+    def __init__(self, runner, tasks):
+        self.tasks = tasks
+
+    async def groups(self):
+        number = 0
+        while True:
+            tree = Tree(turns=(turn(0, None, [1, 2], [3, 4]),))
+            yield group(1.0, 0.0, id=f"{self.tasks[number].id}", tree=tree)
+            number += 1
+
+
+def launched(tmp_path, *overrides):
+    return asyncio.run(launch(load_recipe("quickstart", [*SMALL, *overrides, f"run.root={tmp_path}"]), Events()))
+
+
+def test_everything_in_one_process_for_debuggers(tmp_path):
+    folder = launched(tmp_path, "engine.name=inprocess", "trainer.ranks=0", "publish.kind=inprocess")
+    assert [step["step"] for step in folder.metrics("step")] == [1, 2, 3]
+    assert list(folder.logs.iterdir()) == []
+    compared = [step["logprob_diff/max"] for step in folder.metrics("step") if "logprob_diff/max" in step]
+    assert compared
+    assert max(compared) <= 1e-4
+
+
+def test_a_recipe_may_name_its_own_rollout_layer(tmp_path):
+    folder = launched(tmp_path, "rollout.name=tests.recipes.test_compose:TwoGroups", "train.warm_start.steps=0")
+    assert [step["groups"] for step in folder.metrics("step")][1] == ["train/2", "train/3"]
+    assert json.loads((folder.checkpoints()[-1] / "state.json").read_text())["source"] == {"taken": 6}
 
 
 class Run:
@@ -194,9 +228,7 @@ def test_ctrl_c_ends_cleanly_and_resume_goes_on_where_it_was(run_of, tmp_path):
     stopped_at = folder.metrics("step")[-1]["step"]
     state = json.loads((folder.checkpoints()[-1] / "state.json").read_text())
     assert state["step"] == stopped_at
-    config = folder.config.read_text().replace("steps = 200", f"steps = {stopped_at + 2}")
-    folder.config.write_text(config)
-    again = run_of("--resume", str(folder.path))
+    again = run_of("--resume", str(folder.path), f"train.steps={stopped_at + 2}")
     assert again.end() == 0, again.text
     steps = folder.metrics("step")
     assert [step["step"] for step in steps] == list(range(1, stopped_at + 3))

@@ -250,7 +250,7 @@ async def test_evaluation_pauses_training_and_names_its_version(rollout_of):
     before = len(runner.jobs)
     runner.version = 7
     runner.outcomes = [Scored(reward=1.0), Discarded(reason="x"), Faulted(reason="y"), Scored(reward=0.5)]
-    evaluator = SharedEvaluator(tasks(5), runner, rollout, EvalConfig(tasks=3, concurrency=1))
+    evaluator = SharedEvaluator(tasks(5), runner, rollout.paused, EvalConfig(tasks=3, concurrency=1))
     result = await evaluator.evaluate(7)
     assert (result["version"], result["reward"], result["episodes"], result["mixed"]) == (7, 0.5, 3, 0)
     assert result["outcomes"] == {"scored": 2, "faulted": 1}

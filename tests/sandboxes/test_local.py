@@ -120,6 +120,13 @@ async def test_nothing_of_the_host_is_visible(sandbox):
     assert "PYTEST" not in environment
 
 
+async def test_labels_say_whose_machine_it_is():
+    sandbox = await LocalBackend().create(SandboxSpec(labels={"episode": "g1/0.0"}))
+    assert processes_with('MILES_LABELS={"episode": "g1/0.0"}') != []
+    assert "MILES_LABELS" not in (await sandbox.exec("env")).text
+    await sandbox.destroy()
+
+
 async def test_there_is_no_network(sandbox):
     assert (await sandbox.exec("cat /proc/net/route")).stdout.count(b"\n") == 1
     script = "import socket; socket.create_connection(('192.0.2.1', 80), 2)"

@@ -12,7 +12,7 @@ from miles.processes import Worker
 from miles.rollout.engines.base import OnTokens
 from miles.types import Generated, GenerateRequest, Weights, WeightVersion
 
-__all__ = ["EmbeddedConfig", "EmbeddedEngine"]
+__all__ = ["EmbeddedConfig", "EmbeddedEngine", "context_length_of"]
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class EmbeddedEngine:
         self._worker: Worker | None = None
         self._starting: asyncio.Task[Worker] | None = None
         self._ids = itertools.count()
-        self._context_length = _context_length(model)
+        self._context_length = context_length_of(model)
 
     @property
     def version(self) -> WeightVersion:
@@ -146,7 +146,8 @@ class EmbeddedEngine:
         return worker
 
 
-def _context_length(model: Path) -> int:
+def context_length_of(model: Path) -> int:
+    """Longest sequence of a model directory; ConfigError when it is none."""
     import json
 
     path = model / "config.json"

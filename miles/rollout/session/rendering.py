@@ -10,7 +10,7 @@ from miles.config import Config
 from miles.errors import ConfigError, SessionError
 from miles.types import Message, ToolSpec
 
-__all__ = ["ParsedMessage", "Rendering", "RenderingConfig", "load_rendering"]
+__all__ = ["ParsedMessage", "Rendering", "RenderingConfig", "check_tokenizer", "load_rendering"]
 
 _FAMILY_OF_MODEL_TYPE = {"qwen3": "qwen3", "qwen3_moe": "qwen3", "llama": "llama-3", "gpt_oss": "gpt-oss"}
 
@@ -153,16 +153,21 @@ _PROBE_TOOL: ToolSpec = {
 }
 
 
+def check_tokenizer(model: Path) -> None:
+    """ConfigError when a model directory has no tokenizer files."""
+    if not any((model / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
+        raise ConfigError(
+            f"{model} has no tokenizer (tokenizer.json or tokenizer.model): copy the tokenizer files of the model there"
+        )
+
+
 def load_rendering(model: Path, config: RenderingConfig | None = None) -> Rendering:
     """Load the tokenizer of a model directory and its renderer; refuses a family that fails the self-test."""
     import renderers
     from transformers import AutoTokenizer
 
     config = config or RenderingConfig()
-    if not any((model / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
-        raise ConfigError(
-            f"{model} has no tokenizer (tokenizer.json or tokenizer.model): copy the tokenizer files of the model there"
-        )
+    check_tokenizer(model)
     tokenizer = AutoTokenizer.from_pretrained(model)
     family = _detect(model) if config.family == "auto" else config.family
     try:

@@ -179,6 +179,13 @@ async def test_an_ended_session_refuses_for_good(session_of):
     assert engine.requests == []
 
 
+async def test_a_session_has_an_end_of_life(session_of):
+    session, engine = session_of(["answer 1"], ttl_s=-1.0)
+    with pytest.raises(SessionError, match="this session has ended"):
+        await session.complete(ask(USER))
+    assert engine.requests == []
+
+
 def generated(ids=(1, 2), logprobs=(-1.0, -1.0), versions=(0, 0), finish=Finish.STOP):
     return Generated(output_ids=ids, logprobs=logprobs, versions=versions, finish=finish)
 
