@@ -6,9 +6,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from miles.cli.progress import sparkline
 from miles.config import dump_toml, read_toml
 from miles.errors import ConfigError
@@ -40,12 +37,10 @@ def runs_list(options: argparse.Namespace) -> int:
     if not rows:
         print(f"no runs in {options.root}; `miles launch quickstart` makes one")
         return 0
-    table = Table(box=None, pad_edge=False)
-    for name in rows[0]:
-        table.add_column(name)
-    for row in rows:
-        table.add_row(*("-" if value is None else str(value) for value in row.values()))
-    Console().print(table)
+    cells = [list(rows[0]), *(["-" if value is None else str(value) for value in row.values()] for row in rows)]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
+    for line in cells:  # whole names, so that they can be copied from a pipe or a narrow terminal
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
     return 0
 
 
