@@ -10,25 +10,58 @@ import ctypes
 import importlib
 import os
 import pickle
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable
+from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
 from miles.errors import MilesError
 
-__all__ = ["Reply", "Worker", "deferred", "die_with_parent"]
+__all__ = ["Reply", "Worker", "deferred", "die_with_parent", "owner_tag", "process_tag", "scratch_folder"]
 
 Reply = Callable[..., None]
 F = TypeVar("F", bound=Callable[..., Any])
 _INLINE_BYTES = 1 << 16
 _PR_SET_PDEATHSIG = 1
+
+
+def process_tag(pid: int) -> str:
+    """ "pid-starttime": a reused pid is not mistaken for its predecessor. FileNotFoundError when there is none."""
+    stat = Path(f"/proc/{pid}/stat").read_text()
+    return f"{pid}-{stat.rpartition(')')[2].split()[19]}"
+
+
+@cache
+def _own_tag(pid: int) -> str:
+    return process_tag(pid)
+
+
+def owner_tag() -> str:
+    """The tag of this process; what it leaves behind is named by it, so that a later run can clear it."""
+    return _own_tag(os.getpid())
+
+
+def scratch_folder(name: str, parent: Path | None = None) -> Path:
+    """A new temporary folder of this process; folders of the same name whose owners are dead are removed."""
+    root = parent or Path(tempfile.gettempdir())
+    for folder in root.glob(f"miles-{name}-*-*-*"):
+        pid, start = folder.name.split("-")[2:4]
+        try:
+            alive = process_tag(int(pid)) == f"{pid}-{start}"
+        except (FileNotFoundError, ProcessLookupError, ValueError):
+            alive = False
+        if not alive:
+            shutil.rmtree(folder, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"miles-{name}-{owner_tag()}-", dir=root))
 
 
 def deferred(method: F) -> F:

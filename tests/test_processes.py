@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from miles.errors import EngineError, EngineLost, TrainerError
-from miles.processes import Worker, deferred
+from miles.processes import Worker, deferred, scratch_folder
 
 
 class Echo:
@@ -107,6 +107,16 @@ async def test_closing_kills_a_busy_child(worker):
 async def test_ctrl_c_does_not_reach_a_child(worker):
     os.kill(worker.pid, signal.SIGINT)
     assert await worker.call("greet", name="on") == "hello on"
+
+
+def test_folders_of_dead_owners_go_when_the_next_one_is_made(tmp_path):
+    dead = tmp_path / "miles-demo-999999999-1-x"
+    dead.mkdir()
+    mine = scratch_folder("demo", tmp_path)
+    other = scratch_folder("demo", tmp_path)
+    assert mine.is_dir()
+    assert other.is_dir()
+    assert not dead.exists()
 
 
 PARENT = """

@@ -17,10 +17,11 @@ import time
 from collections.abc import Mapping, Sequence
 
 from miles.errors import SandboxCreateFailed, SandboxError, SandboxLost, SandboxUnavailable
+from miles.processes import owner_tag
 from miles.sandboxes.base import Capabilities, ExecResult, Sandbox, SandboxSpec
 from miles.sandboxes.cgroups import Cgroup, cgroup_root, make_cgroup
 from miles.sandboxes.children import Child, check_timeout, finished
-from miles.sandboxes.reaper import alive_owners, owner_tag, processes_with, reap
+from miles.sandboxes.reaper import alive_owners, processes_with, reap
 
 __all__ = ["LocalBackend", "LocalSandbox"]
 

@@ -1,6 +1,6 @@
 """Finds and ends what dead owners left behind, without a ledger: every process carries its owner's tag.
 
-A tag is "pid-starttime", so a reused pid is not mistaken for its predecessor. The race that needs
+The race that needs
 this: a bwrap killed while it starts can leave its inner process behind for good, because the kernel's
 parent-death signal was not armed yet.
 """
@@ -8,29 +8,14 @@ parent-death signal was not armed yet.
 import os
 import signal
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
+from miles.processes import process_tag
 from miles.sandboxes.cgroups import reap_cgroups
 
-__all__ = ["alive_owners", "owner_tag", "processes_with", "reap"]
+__all__ = ["alive_owners", "processes_with", "reap"]
 
 _PROC = Path("/proc")
-
-
-def owner_tag() -> str:
-    """The tag of this process."""
-    return _tag(os.getpid())
-
-
-@cache
-def _tag(pid: int) -> str:
-    return f"{pid}-{_start_time(pid)}"
-
-
-def _start_time(pid: int) -> str:
-    stat = (_PROC / str(pid) / "stat").read_text()
-    return stat.rpartition(")")[2].split()[19]
 
 
 def _pids() -> Iterator[int]:
@@ -42,7 +27,7 @@ def alive_owners() -> set[str]:
     tags = set()
     for pid in _pids():
         try:
-            tags.add(f"{pid}-{_start_time(pid)}")
+            tags.add(process_tag(pid))
         except (FileNotFoundError, ProcessLookupError):
             continue
     return tags

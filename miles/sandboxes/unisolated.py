@@ -4,14 +4,14 @@ import asyncio
 import os
 import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from miles.processes import owner_tag, scratch_folder
 from miles.sandboxes.base import ExecResult, SandboxSpec
 from miles.sandboxes.children import Child, check_timeout, finished
-from miles.sandboxes.reaper import owner_tag, processes_with
+from miles.sandboxes.reaper import processes_with
 
 __all__ = ["UnisolatedSandbox"]
 
@@ -21,7 +21,7 @@ class UnisolatedSandbox:
 
     def __init__(self, spec: SandboxSpec) -> None:
         self._spec = spec
-        self._root = Path(tempfile.mkdtemp(prefix=f"miles-{owner_tag()}-"))
+        self._root = scratch_folder("sandbox")
         self._mark = self._root.name
         for path, data in spec.files.items():
             target = self._host(path)

@@ -1,12 +1,12 @@
 """Publishing: make a snapshot of the weights, have every engine confirm it, forget the one before."""
 
 import shutil
-import tempfile
 import time
 from pathlib import Path
 from typing import Literal
 
 from miles.config import Config
+from miles.processes import scratch_folder
 from miles.trainer.trainer import Trainer
 from miles.types import WeightSink, WeightVersion
 
@@ -30,7 +30,7 @@ class Publisher:
         self._trainer, self._sink = trainer, sink
         shared = Path("/dev/shm")
         parent = self.config.directory or (shared if shared.is_dir() else None)
-        self._root = Path(tempfile.mkdtemp(prefix="miles-weights-", dir=parent))
+        self._root = scratch_folder("weights", parent)
         self._before: Path | None = None
 
     async def publish(self, version: WeightVersion) -> float:

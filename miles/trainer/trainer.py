@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import shutil
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,7 +11,7 @@ from pydantic import Field
 
 from miles.config import Config
 from miles.errors import TrainerError
-from miles.processes import Worker
+from miles.processes import Worker, scratch_folder
 from miles.trainer.batch import micro_batches
 from miles.trainer.rows import Row
 from miles.trainer.settings import BackendConfig, OptimConfig, StepSpec
@@ -60,7 +59,7 @@ class Trainer:
         self._scratch = Path()
 
     async def __aenter__(self) -> "Trainer":
-        self._scratch = Path(tempfile.mkdtemp(prefix="miles-trainer-"))
+        self._scratch = scratch_folder("trainer")
         try:
             self._ranks = await self._spawn()
         except BaseException:

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from miles.errors import SandboxCreateFailed, SandboxError, SandboxLost, SandboxUnavailable
+from miles.processes import owner_tag
 from miles.sandboxes.base import Resources, SandboxSpec
 from miles.sandboxes.local import LocalBackend
-from miles.sandboxes.reaper import alive_owners, owner_tag, processes_with, reap
+from miles.sandboxes.reaper import alive_owners, processes_with, reap
 from miles.sandboxes.unisolated import UnisolatedSandbox
 
 SPEC = SandboxSpec(files={"/workspace/note": b"key 42", "/workspace/deep/er": b"x"})

@@ -3,10 +3,11 @@ import asyncio
 import pytest
 
 from miles.errors import SandboxCreateFailed, SandboxError
+from miles.processes import owner_tag
 from miles.sandboxes.base import Capabilities, SandboxSpec
 from miles.sandboxes.local import LocalBackend
 from miles.sandboxes.pool import SandboxConfig, SandboxPool
-from miles.sandboxes.reaper import owner_tag, processes_with
+from miles.sandboxes.reaper import processes_with
 
 
 class Machine:
