@@ -71,6 +71,9 @@ def cgroup_root() -> tuple[Path, ...]:
             folder.mkdir(exist_ok=True)
             if folder.parent == _ROOT:
                 (folder / "cgroup.subtree_control").write_text("+memory +pids")
+            probe = folder / f"probe-{os.getpid()}"  # the folder may be another user's
+            probe.mkdir()
+            probe.rmdir()
     except OSError:
         return ()
     return tuple(candidates)

@@ -8,6 +8,7 @@ init (the reported child-pid) first, then the outer bwrap: the other order can l
 
 import asyncio
 import contextlib
+import fcntl
 import itertools
 import json
 import os
@@ -30,6 +31,7 @@ _READY = "printf ready; read _ || exit 0"
 _JOIN = 'ulimit -c 0; for d in $1; do echo $$ > "$d/cgroup.procs" || exit 125; done; shift; exec "$@"'
 _BEST_EFFORT = 'ulimit -c 0; ulimit -v "$1"; ulimit -f "$2"; shift 2; exec "$@"'
 _PASSWD = b"agent:x:1000:1000::/workspace:/bin/sh\nroot:x:0:0::/root:/bin/sh\n"
+_NS_GET_PARENT = 0xB702
 _counter = itertools.count()
 
 
@@ -179,8 +181,16 @@ class LocalSandbox:
         self._init_pid = init_pid
         self._init = os.pidfd_open(init_pid)
         self._namespace = os.readlink(f"/proc/{init_pid}/ns/pid")  # noqa: PTH115
-        flags = ("-U", "-m", "-p", "-n", "-i", "-u", "--preserve-credentials", "-r", "-w")
-        self._enter = [nsenter, "-t", str(init_pid), *flags, "--"]
+        self._fds: tuple[int, ...] = ()
+        spaces = ("-t", str(init_pid), "-m", "-p", "-n", "-i", "-u", "-r", "-w", "--preserve-credentials", "--")
+        if os.geteuid() == 0:
+            self._enter = [nsenter, "-U", *spaces]
+        else:
+            # bwrap nests two user namespaces (to mount devpts it must be root in the outer one). Only the outer
+            # one owns the other namespaces, so an ordinary user enters it first and the inner one from inside.
+            self._fds = (_outer_userns(init_pid),)
+            inner = (nsenter, "--user=/proc/1/ns/user", "--preserve-credentials", "--")
+            self._enter = [nsenter, f"--user=/proc/self/fd/{self._fds[0]}", *spaces, *inner]
         self._own_pids = set(processes_with(f"MILES_OWNER={owner_tag()}", self._namespace)) if group is None else set()
         self._destroyed = False
 
@@ -206,7 +216,8 @@ class LocalSandbox:
             argv = ["/bin/sh", "-c", 'cd "$1" && shift && exec "$@"', "sh", cwd, *argv]
         ooms = self._group.oom_kills() if self._group else 0
         began = time.monotonic()
-        child = Child([*self._limited(), *self._enter, *argv], env=self._env(mark, env), stdin=stdin, limit=max_output)
+        command_line = [*self._limited(), *self._enter, *argv]
+        child = Child(command_line, env=self._env(mark, env), stdin=stdin, limit=max_output, pass_fds=self._fds)
         timed_out = False
         try:
             try:
@@ -262,7 +273,8 @@ class LocalSandbox:
             self._outer.kill()
             await self._outer.wait()
         self._outer.close()
-        os.close(self._init)
+        for fd in (self._init, *self._fds):
+            os.close(fd)
         if self._group is not None:
             self._group.kill()
             if not self._group.remove():
@@ -297,6 +309,15 @@ class LocalSandbox:
                     continue
             await asyncio.sleep(0.01)
         await child.wait()
+
+
+def _outer_userns(pid: int) -> int:
+    """A file descriptor of the parent of a process's user namespace (ioctl_ns(2), NS_GET_PARENT)."""
+    inner = os.open(f"/proc/{pid}/ns/user", os.O_RDONLY)
+    try:
+        return fcntl.ioctl(inner, _NS_GET_PARENT)
+    finally:
+        os.close(inner)
 
 
 async def _kill_new(child: Child, info_fd: int) -> None:

@@ -1,11 +1,13 @@
 """The contract of a sandbox, on the local backend: isolated, and without isolation where that is wanted."""
 
 import asyncio
+import concurrent.futures.thread  # noqa: F401  a fork without privilege may be unable to read it later
 import os
 import subprocess
 import sys
 import textwrap
 import time
+import traceback
 from pathlib import Path
 
 import pytest
@@ -225,3 +227,38 @@ def _with_prefix(mark):
         except OSError:
             continue
     return found
+
+
+async def _as_an_ordinary_user():
+    backend = LocalBackend()
+    assert (await backend.probe()).limits == "best_effort"
+    sandbox = await backend.create(SPEC)
+    result = await sandbox.exec("cat note; touch new && id -u; grep CapEff /proc/self/status")
+    assert result.stdout == b"key 421000\nCapEff:\t0000000000000000\n"
+    assert (await sandbox.exec("sleep 984 & sleep 984", timeout_s=0.3)).outcome == "timeout"
+    await sandbox.exec("setsid sleep 984 & true")
+    await sandbox.quiesce()
+    assert (await sandbox.exec("ps ax | grep -c '[s]leep 984'")).stdout == b"0\n"
+    await sandbox.destroy()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="the other tests run as an ordinary user already")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_an_ordinary_user_needs_no_privilege(tmp_path):
+    log = tmp_path / "log"
+    with log.open("w") as sink:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.setgroups([])
+                os.setgid(4242)
+                os.setuid(4242)
+                asyncio.new_event_loop().run_until_complete(_as_an_ordinary_user())
+                os._exit(0)
+            except BaseException:  # noqa: BLE001  the fork must end here, whatever happened
+                traceback.print_exc(file=sink)
+                sink.flush()
+            finally:
+                os._exit(1)
+    _, status = os.waitpid(pid, 0)
+    assert status == 0, log.read_text()
