@@ -1,7 +1,8 @@
 # Two commands are all a newcomer needs: `make quickstart` and `make test`.
 PYTHON ?= python3
 VENV ?= .venv
-# Another build of torch: make TORCH='torch==2.13.0+cu130' …, with your index in PIP_EXTRA_INDEX_URL.
+# Where PyPI's torch brings CUDA and you want the small CPU build (or the other way round), name the build:
+# make TORCH='torch==2.13.0+cpu' quickstart, with the index that has it in PIP_EXTRA_INDEX_URL.
 TORCH ?= torch==2.13.0
 BIN = $(VENV)/bin
 
@@ -28,6 +29,7 @@ bench: $(VENV)/.installed
 
 # torch first: whatever depends on it then takes the build that is there.
 $(VENV)/.installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Miles needs Python 3.11 or newer: make PYTHON=python3.12 quickstart"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --disable-pip-version-check '$(TORCH)'
 	$(BIN)/pip install -q --disable-pip-version-check -e '.[dev]'

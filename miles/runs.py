@@ -78,7 +78,7 @@ class RunFolder:
         lines: list[dict[str, Any]] = []
         for line in _json_lines(self.path / "metrics.jsonl"):
             if line.get("kind") == "resume":  # what came after the checkpoint happens again
-                lines = [earlier for earlier in lines if earlier.get("step", 0) <= line["step"]]
+                lines = [earlier for earlier in lines if _before(earlier, line)]
             lines.append(line)
         return [line for line in lines if kind is None or line.get("kind") == kind]
 
@@ -145,6 +145,12 @@ class RunFolder:
 def list_runs(root: Path) -> list[RunFolder]:
     """Runs below `root`, oldest first."""
     return [RunFolder(path.parent) for path in sorted(root.glob("*/config.toml"), key=lambda p: p.stat().st_mtime)]
+
+
+def _before(line: Mapping[str, Any], resume: Mapping[str, Any]) -> bool:
+    """Whether a line was written before the checkpoint that a run resumed from."""
+    done = resume.get("warm_start", line.get("step", 0)) if line["kind"] == "warm_start" else resume["step"]
+    return bool(line.get("step", 0) <= done)
 
 
 def _json_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -76,7 +76,8 @@ async def resume(folder: RunFolder, config: RunConfig, reporter: Reporter) -> Ru
         )
     taskset = _checked(config)
     folder.write_config(dump_toml(config))
-    folder.log("resume", {"step": read_state(checkpoints[-1])["step"], "checkpoint": str(checkpoints[-1])})
+    state = read_state(checkpoints[-1])
+    folder.log("resume", {name: state[name] for name in ("step", "warm_start")})
     await _go(config, taskset, folder, reporter, checkpoint=checkpoints[-1])
     return folder
 
@@ -113,7 +114,7 @@ async def _go(
             await parts.trainer.load(checkpoint)
         with _ctrl_c(driver, reporter):
             try:
-                if checkpoint is None and config.train.warm_start.steps:
+                if driver.step == 0 and driver.warmed < config.train.warm_start.steps:
                     await driver.warm_start(_demonstrations(config, taskset, parts.rendering))
                 await driver.train()
             except MilesError as error:
@@ -184,6 +185,7 @@ async def _parts(
             temperature=config.sampling.temperature,
             eval_every=config.eval.every,
             step=step,
+            warmed=int(state["warm_start"]) if state else 0,
         )
         reporter.event(
             "composed",

@@ -77,8 +77,9 @@ class Driver:
         temperature: float = 1.0,
         eval_every: int = 0,
         step: int = 0,
+        warmed: int = 0,
     ) -> None:
-        self.step = step
+        self.step, self.warmed = step, warmed
         self.stop = asyncio.Event()
         self._trainer, self._source, self._publisher, self._evaluator = trainer, source, publisher, evaluator
         self._folder, self._reporter, self.config = folder, reporter, config
@@ -106,10 +107,11 @@ class Driver:
             await self.evaluate()
 
     async def warm_start(self, rows: Iterator[Row]) -> None:
-        """Supervised steps; `rows` are demonstrations."""
+        """Supervised steps up to the configured number; `rows` are all demonstrations, from the first one."""
         config = self.config.warm_start
+        rows = islice(rows, self.warmed * config.batch, None)
         coming = asyncio.create_task(asyncio.to_thread(lambda: list(islice(rows, config.batch))))
-        for step in range(config.steps):
+        while self.warmed < config.steps:
             batch = await coming
             coming = asyncio.create_task(asyncio.to_thread(lambda: list(islice(rows, config.batch))))
             if not batch:
@@ -119,7 +121,8 @@ class Driver:
             owned = {"": sum(row.n_owned for row in batch)}
             scaled = normalize(batch, owned, unit="token")
             metrics = await self._trainer.step(scaled, StepSpec(loss="sft"), config.optim)
-            self._tell("warm_start", {"step": step + 1, "steps": config.steps, **metrics})
+            self.warmed += 1
+            self._tell("warm_start", {"step": self.warmed, "steps": config.steps, **metrics})
             if self.stop.is_set():
                 break
         await coming
@@ -136,7 +139,7 @@ class Driver:
         partial = self._folder.new_checkpoint(self.step)
         await self._trainer.save(partial)
         await self._trainer.weights(self.step, partial / "hf")
-        state = {"step": self.step, "source": self._source.state()}
+        state = {"step": self.step, "warm_start": self.warmed, "source": self._source.state()}
         path = self._folder.finish_checkpoint(partial, state, keep=self.config.keep_checkpoints)
         self._tell("checkpoint", {"step": self.step, "path": str(path)})
         return path

@@ -238,6 +238,19 @@ def test_ctrl_c_ends_cleanly_and_resume_goes_on_where_it_was(run_of, tmp_path):
 
 
 @pytest.mark.slow
+def test_ctrl_c_in_the_warm_start_loses_nothing_of_it(run_of, tmp_path):
+    run = run_of("quickstart", *SMALL, "train.warm_start.steps=200")
+    run.until("warm start 50/200")
+    run.process.send_signal(signal.SIGINT)
+    assert run.end() == 0, run.text
+    (folder,) = (RunFolder(path) for path in tmp_path.iterdir())
+    again = run_of("--resume", str(folder.path))
+    assert again.end() == 0, again.text
+    assert [line["step"] for line in folder.metrics("warm_start")] == list(range(1, 201))
+    assert [line["step"] for line in folder.metrics("step")] == [1, 2, 3]
+
+
+@pytest.mark.slow
 def test_a_killed_engine_is_replaced_and_the_run_goes_on(run_of):
     run = run_of("quickstart", *SMALL, "train.steps=4", "rollout.retries=3")
     run.until(r"step 1 ")

@@ -73,7 +73,7 @@ async def drive(model, tmp_path):
     async with Trainer(model, folder.logs, TrainerConfig(ranks=0)) as trainer:
         publishers = []
 
-        def make(source, sink=None, publish=None, step=0, eval_every=0, **settings):
+        def make(source, sink=None, publish=None, step=0, warmed=0, eval_every=0, **settings):
             sink = sink or Sink()
             publishers.append(Publisher(trainer, sink, publish))
             config = TrainConfig(**{"steps": 3, "optim": OptimConfig(lr=1e-4), **settings})
@@ -88,6 +88,7 @@ async def drive(model, tmp_path):
                 groups_per_step=2,
                 eval_every=eval_every,
                 step=step,
+                warmed=warmed,
             )
             return driver, sink, evaluator, folder, reporter
 
@@ -148,7 +149,7 @@ async def test_evaluation_and_checkpoints_come_as_often_as_asked(drive):
     await driver.train()
     assert evaluator.versions == [0, 2, 4, 5]
     (last,) = folder.checkpoints()
-    assert read_state(last) == {"step": 4, "source": {"taken": 8}}
+    assert read_state(last) == {"step": 4, "warm_start": 0, "source": {"taken": 8}}
     assert (last / "hf" / "config.json").exists()
     assert (last / "hf" / "tokenizer.json").exists()
 
@@ -179,6 +180,25 @@ async def test_the_warm_start_is_supervised_and_ends_with_its_steps(drive):
     losses = [line["loss"] for line in folder.metrics("warm_start")]
     assert len(losses) == 4
     assert losses[-1] < losses[0]
+
+
+async def test_an_interrupted_warm_start_goes_on_with_the_next_demonstrations(drive):
+    warm = WarmStartConfig(steps=3, batch=2)
+    driver, _, _, folder, _ = drive(Source(), warm_start=warm)
+    driver.stop.set()
+    await driver.warm_start(demonstration_row([1, 2, n], [False, True, True]) for n in range(3, 100))
+    assert read_state(await driver.save())["warm_start"] == driver.warmed == 1
+    seen = []
+
+    def rest():
+        for n in range(3, 100):
+            seen.append(n)
+            yield demonstration_row([1, 2, n], [False, True, True])
+
+    again, *_ = drive(Source(), warm_start=warm, warmed=1)
+    await again.warm_start(rest())
+    assert again.warmed == 3
+    assert [line["step"] for line in folder.metrics("warm_start")] == [1, 2, 3]
 
 
 async def test_a_warm_start_without_demonstrations_says_what_to_set(drive):
