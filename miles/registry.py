@@ -16,6 +16,7 @@ __all__ = ["KINDS", "known", "resolve"]
 BUILT_IN: dict[str, dict[str, str]] = {
     "envs": {
         "vault": "miles.envs.vault:VaultTaskset",
+        "gymnasium": "miles.envs.gymnasium:GymnasiumTaskset",
         "guess-number": "miles.envs.toy:GuessNumberTaskset",
     },
     "harnesses": {"react": "miles.harnesses.react:ReactHarness"},
@@ -65,8 +66,8 @@ def _load(kind: str, name: str, target: str) -> Any:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"{kind} {name!r} needs the module {error.name!r}, which is not installed: "
-            f"pip install the package that has it (for Miles' own extras: pip install 'miles-hub[{error.name}]')."
+            f"{_ONE.get(kind, kind.removesuffix('s'))} {name!r}: there is no module {error.name!r}. If it is your own "
+            "file, run miles in the folder that holds it; else pip install the package that has it."
         ) from error
     try:
         return getattr(module, attr)

@@ -78,7 +78,7 @@ class RunFolder:
         lines: list[dict[str, Any]] = []
         for line in _json_lines(self.path / "metrics.jsonl"):
             if line.get("kind") == "resume":  # what came after the checkpoint happens again
-                lines = [earlier for earlier in lines if _before(earlier, line)]
+                lines = [earlier for earlier in lines if earlier["kind"] != "end" and _before(earlier, line)]
             lines.append(line)
         return [line for line in lines if kind is None or line.get("kind") == kind]
 

@@ -182,7 +182,8 @@ Outcome = Annotated[Scored | Faulted | Discarded, Field(discriminator="kind")]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
-    """One attempt at a Task. `timings` holds seconds per phase (sandbox, reset, agent, score, total)."""
+    """One attempt at a Task. `timings` holds seconds per phase (sandbox, reset, agent, score, total); `log` is the
+    agent's own lines, cut to a bound."""
 
     id: str
     task_id: str
@@ -193,6 +194,7 @@ class Episode:
     tree: Tree
     outcome: Outcome
     timings: dict[str, float] = field(default_factory=dict)
+    log: tuple[str, ...] = ()
 
     @property
     def reward(self) -> float | None:

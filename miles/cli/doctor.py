@@ -17,6 +17,7 @@ from miles.errors import SandboxError
 __all__ = ["checks", "doctor"]
 
 Check = tuple[str, bool, str]
+_NEEDED = ("python", "torch", "transformers", "renderers", "openai", "local sandbox")
 
 
 def doctor(options: argparse.Namespace) -> int:
@@ -27,21 +28,26 @@ def doctor(options: argparse.Namespace) -> int:
     else:
         for name, ok, detail in found:
             print(f"{'ok ' if ok else '-- '} {name:18} {detail}")
-    needed = {"python", "torch", "transformers", "renderers", "local sandbox"}
-    return 0 if all(ok for name, ok, _ in found if name in needed) else 1
+    missing = [name for name, ok, _ in found if name in _NEEDED and not ok]
+    if not options.json:
+        print(f"the quickstart needs: {', '.join(missing)}" if missing else "the quickstart can run here")
+    return 1 if missing else 0
 
 
 def checks() -> Iterator[Check]:
     """(name, present, version or what to do) of everything that some part of Miles can use."""
-    yield "python", sys.version_info >= (3, 11), platform.python_version()
+    yield "python", sys.version_info >= (3, 11), f"{platform.python_version()} (3.11 or newer is needed)"
     for package in ("torch", "transformers", "renderers", "openai"):
         yield _package(package, f"pip install '{package}'")
+    yield _user_namespaces()
     yield _local_sandbox()
+    yield "embedded engine", _installed("torch") and _installed("transformers"), "torch and transformers, on any CPU"
     yield _cuda()
     yield _docker()
-    yield _package("sglang", "not needed for the embedded engine; SGLang lives in an environment of its own")
+    yield _package("sglang", "optional: pip install sglang in an environment of its own (it pins torch)")
     for package in ("gymnasium", "docker", "e2b", "modal", "daytona"):
-        yield _package(package, f"optional: pip install {package}")
+        name, found, detail = _package(package, f"optional: pip install {package}")
+        yield f"{name} SDK" if name != "gymnasium" else name, found, detail
 
 
 def _package(name: str, hint: str) -> Check:
@@ -49,6 +55,22 @@ def _package(name: str, hint: str) -> Check:
         return name, True, metadata.version(name)
     except metadata.PackageNotFoundError:
         return name, False, hint
+
+
+def _installed(name: str) -> bool:
+    return _package(name, "")[1]
+
+
+def _user_namespaces() -> Check:
+    path = Path("/proc/sys/user/max_user_namespaces")
+    most = int(path.read_text()) if path.exists() else 0
+    if most:
+        return "user namespaces", True, f"at most {most}"
+    return (
+        "user namespaces",
+        False,
+        "none allowed: sysctl -w user.max_user_namespaces=15000 (the local sandbox needs them)",
+    )
 
 
 def _local_sandbox() -> Check:
@@ -70,7 +92,10 @@ def _cuda() -> Check:
 def _docker() -> Check:
     if shutil.which("docker") is None:
         return "docker engine", False, "optional: install Docker for the docker sandbox"
-    host = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock").removeprefix("unix://")
+    host = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock")
+    if not host.startswith("unix://"):
+        return "docker engine", True, f"DOCKER_HOST={host} (not asked)"
+    host = host.removeprefix("unix://")
     try:
         with socket.socket(socket.AF_UNIX) as sock:
             sock.connect(host)

@@ -8,8 +8,8 @@ import sys
 from miles.cli.progress import make_reporter
 from miles.config import apply_overrides, build, dump_toml, read_toml
 from miles.errors import ConfigError
+from miles.recipes.compose import check_plugins, resume
 from miles.recipes.compose import launch as launch_run
-from miles.recipes.compose import resume
 from miles.recipes.config import RunConfig, load_recipe
 from miles.runs import RunFolder
 
@@ -25,11 +25,12 @@ def launch(options: argparse.Namespace) -> int:
             raise ConfigError("give either a recipe or --resume RUN: a resumed run keeps its own recipe")
         folder = RunFolder.open(options.resume)
         config = build(RunConfig, apply_overrides(RunConfig, read_toml(folder.config), overrides))
-    elif options.recipe is not None:
+    elif options.recipe is not None and "=" not in options.recipe:
         config = load_recipe(options.recipe, options.overrides)
     else:
         raise ConfigError("which recipe? `miles recipe list` shows them")
     if options.dry_run:
+        check_plugins(config)
         print(dump_toml(config), end="")
         return 0
     with make_reporter(plain=options.plain) as reporter:

@@ -51,7 +51,13 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. 0: done; 1: it failed; 2: the user can mend the command; 130: cancelled."""
-    options = parser().parse_args(argv)
+    options, left = parser().parse_known_args(argv)
+    settings = [word for word in left if "=" in word and not word.startswith("-")]
+    if len(settings) != len(left) or (left and options.command != "launch"):
+        parser().error(f"unrecognized arguments: {' '.join(word for word in left if word not in settings)}")
+    if left:  # argparse gives up on positionals after an option; settings may stand anywhere
+        options.overrides = [*options.overrides, *settings]
+    sys.path.insert(0, str(Path.cwd()))  # so that module:attr finds the user's own files
     module, _, name = options.call.partition(":")
     import importlib
 

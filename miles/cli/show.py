@@ -14,6 +14,8 @@ from miles.runs import RunFolder, list_runs
 
 __all__ = ["recipe_list", "recipe_show", "runs_list", "runs_show"]
 
+_COLUMNS = ("step", "reward/mean", "staleness/max", "loss", "grad_norm", "logprob_diff/max", "tokens_per_s")
+
 
 def recipe_list(options: argparse.Namespace) -> int:
     """Names and descriptions."""
@@ -61,17 +63,26 @@ def runs_show(options: argparse.Namespace) -> int:
         return 0
     print(f"{run.path}\nrecipe {everything['recipe']}, {everything['state']}, step {everything['step']}")
     for line in evaluations:
-        print(f"held-out success {line['reward']} at version {line['version']} ({line['episodes']} episodes)")
+        print(f"held-out success {_number(line['reward'])} at version {line['version']} ({line['episodes']} episodes)")
     if steps:
         rewards = [float(step["reward/mean"]) for step in steps]
         print(f"reward {sparkline(rewards)} {rewards[0]:.2f} -> {rewards[-1]:.2f}")
         print("outcomes " + ", ".join(f"{name} {count}" for name, count in everything["outcomes"].items()))
+        print(" ".join(f"{name.rpartition('/')[0] or name:>12}" for name in _COLUMNS))
+        for step in steps[:: max(1, len(steps) // 12)]:
+            print(" ".join(f"{_number(step.get(name)):>12}" for name in _COLUMNS))
         last = {k: v for k, v in steps[-1].items() if isinstance(v, int | float) and k != "time"}
         print("last step " + "  ".join(f"{name}={value:.4g}" for name, value in last.items()))
     for path in everything["checkpoints"]:
         print(f"checkpoint {path} (loadable model in hf/)")
-    print(f"config {run.config}; plot {run.path / 'reward.png'}; episodes {run.path / 'episodes'}")
+    print(f"config {run.config}; episodes {run.path / 'episodes'}")
+    if (run.path / "reward.png").exists():
+        print(f"plot {run.path / 'reward.png'}")
     return 0
+
+
+def _number(value: Any) -> str:
+    return "-" if value is None else f"{value:.4g}"
 
 
 def _find(root: Path, name: str) -> RunFolder:
@@ -84,7 +95,9 @@ def _find(root: Path, name: str) -> RunFolder:
 
 def _summary(run: RunFolder) -> dict[str, Any]:
     steps, evaluations, ends = run.metrics("step"), run.metrics("eval"), run.metrics("end")
-    state = "running or cut off" if not ends else "stopped" if ends[-1]["stopped"] else "finished"
+    state = "running or cut off"
+    if ends:
+        state = "failed" if "error" in ends[-1] else "stopped" if ends[-1]["stopped"] else "finished"
     rewards = [line["reward"] for line in evaluations]
     started = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.config.stat().st_mtime))
     return {

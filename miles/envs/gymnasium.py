@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, SupportsFloat
 
 import gymnasium
+from pydantic import Field
 
+from miles.config import Config
 from miles.envs.base import ACT_TOOL, BaseEnv, Taskset
 from miles.envs.toy import GuessNumber, GuessNumberTaskset
 from miles.errors import EnvError
@@ -17,13 +19,25 @@ from miles.types import Env, Observation, Score, Step, Task, Transcript
 __all__ = ["GuessNumberGym", "GymnasiumTaskset", "as_float", "register"]
 
 
-class GymnasiumTaskset(Taskset):
-    """Every seed is a task of the environment that `make` builds; actions come as text."""
+class GymnasiumConfig(Config):
+    """Which registered environment."""
 
-    def __init__(
-        self, make: Callable[[], "gymnasium.Env[Any, Any]"], *, name: str = "gymnasium", count: int = 1024
-    ) -> None:
-        self.name, self._make, self._count = name, make, count
+    id: str
+    """Gymnasium's name of it, as FrozenLake-v1."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of gymnasium.make."""
+    count: int = Field(1024, gt=0)
+    """Tasks (seeds) of each split."""
+
+
+class GymnasiumTaskset(Taskset):
+    """Every seed is a task of one environment; actions come as text. `make` builds what has no registered id."""
+
+    config_class = GymnasiumConfig
+
+    def __init__(self, config: GymnasiumConfig, make: Callable[[], "gymnasium.Env[Any, Any]"] | None = None) -> None:
+        self.name, self._count = config.id, config.count
+        self._make = make or (lambda: gymnasium.make(config.id, **config.kwargs))
 
     def tasks(self, split: str) -> Sequence[Task]:
         offset = 0 if split == "train" else self._count

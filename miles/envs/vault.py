@@ -8,8 +8,11 @@ import itertools
 import random
 from collections.abc import Iterator, Sequence
 
+from pydantic import Field
+
 from miles.config import Config
 from miles.envs.base import BaseEnv, Demonstration, Taskset
+from miles.errors import ConfigError
 from miles.sandboxes.base import Sandbox, SandboxSpec
 from miles.sandboxes.shell import SHELL_TOOL
 from miles.types import Env, Message, Score, Task, Transcript
@@ -29,11 +32,11 @@ KEYS = tuple(f"{number:02d}" for number in range(100))
 class VaultConfig(Config):
     """Sizes of the vault taskset."""
 
-    train: int = 4096
+    train: int = Field(4096, gt=0)
     """Training tasks."""
-    test: int = 200
+    test: int = Field(200, gt=0)
     """Held-out tasks."""
-    depth: int = 3
+    depth: int = Field(3, gt=0, le=48)
     """Most files on the way to the key."""
     seed: int = 0
     """Which tasks there are."""
@@ -55,7 +58,10 @@ class VaultTaskset(Taskset):
         self.config = config or VaultConfig()
 
     def tasks(self, split: str) -> Sequence[Task]:
-        count = {"train": self.config.train, "test": self.config.test}[split]
+        counts = {"train": self.config.train, "test": self.config.test}
+        if split not in counts:
+            raise ConfigError(f"env vault has no split {split!r}; it has train and test")
+        count = counts[split]
         return [self._task(split, index) for index in range(count)]
 
     def _task(self, split: str, index: int) -> Task:

@@ -4,6 +4,8 @@ import json
 import time
 from typing import TYPE_CHECKING, Any
 
+from pydantic import Field
+
 from miles.config import Config
 from miles.errors import EngineError, HarnessError
 from miles.harnesses.base import AgentContext
@@ -22,11 +24,11 @@ _LIMITS = ("turn_limit", "token_limit", "context_length_exceeded")
 class ReactConfig(Config):
     """Bounds of the tool loop."""
 
-    max_turns: int = 16
+    max_turns: int = Field(16, gt=0)
     """Model calls after which the agent stops."""
-    command_timeout_s: float = 30.0
+    command_timeout_s: float = Field(30.0, gt=0)
     """Deadline of one shell command."""
-    max_output: int = 8192
+    max_output: int = Field(8192, gt=0)
     """Bytes of one command's output that the model sees (head and tail)."""
 
 

@@ -35,8 +35,9 @@ from miles.trainer.publish import Publisher
 from miles.trainer.rows import Row, demonstration_row
 from miles.trainer.trainer import Trainer
 from miles.types import Episode, Reporter
+from miles.watchdog import watched_loop
 
-__all__ = ["launch", "make_plugin", "resume"]
+__all__ = ["check_plugins", "launch", "make_plugin", "resume"]
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ def make_plugin(kind: str, name: str, settings: dict[str, Any]) -> Any:
 
 async def launch(config: RunConfig, reporter: Reporter) -> RunFolder:
     """A new run, from its folder to its last evaluation. Raises MilesError when it cannot go on."""
-    taskset = _checked(config)
+    taskset = check_plugins(config)
     folder = RunFolder.create(config.run.root, config.name)
     folder.write_config(dump_toml(config))
     await _go(config, taskset, folder, reporter, checkpoint=None)
@@ -74,7 +75,7 @@ async def resume(folder: RunFolder, config: RunConfig, reporter: Reporter) -> Ru
         raise ConfigError(
             f"{folder.path} has no checkpoint to resume from; start again with `miles launch {config.name}`"
         )
-    taskset = _checked(config)
+    taskset = check_plugins(config)
     folder.write_config(dump_toml(config))
     state = read_state(checkpoints[-1])
     folder.log("resume", {name: state[name] for name in ("step", "warm_start")})
@@ -82,7 +83,7 @@ async def resume(folder: RunFolder, config: RunConfig, reporter: Reporter) -> Ru
     return folder
 
 
-def _checked(config: RunConfig) -> Taskset:
+def check_plugins(config: RunConfig) -> Taskset:
     """Find every plug-in and check its settings before anything is started or written."""
     for kind, name in (
         ("engines", config.engine.name),
@@ -100,6 +101,9 @@ def _checked(config: RunConfig) -> Taskset:
             raise ConfigError(f"model.path={config.model.path} is not a model directory (no config.json)")
         check_tokenizer(config.model.path)
     taskset: Taskset = make_plugin("envs", config.env.name, config.env.settings)
+    for split in ("train", config.eval.split):
+        if not taskset.tasks(split):
+            raise ConfigError(f"env {config.env.name!r} has no tasks in split {split!r}")
     return taskset
 
 
@@ -133,6 +137,9 @@ async def _rescue(driver: Driver, folder: RunFolder, error: MilesError) -> None:
         error.add_note(f"saved {path}; go on with `miles launch --resume {folder.path}` when the cause is mended")
     except MilesError as second:
         error.add_note(f"no checkpoint could be saved: {second}")
+    with contextlib.suppress(MilesError):  # the disk may be what failed
+        folder.log("end", {"step": driver.step, "error": error.message})
+        plot_rewards(folder)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +156,7 @@ async def _parts(
     """Everything of a run, up and running; everything down again at the end, whatever happened."""
     step = int(state["step"]) if state else 0
     async with contextlib.AsyncExitStack() as stack:
+        await stack.enter_async_context(watched_loop())
         model = await asyncio.to_thread(_model, config, taskset, folder)
         engine = _engine(config, model, folder)
         stack.push_async_callback(engine.close)
@@ -218,7 +226,8 @@ def _rollout(
     """Where groups come from: our scheduler over the taskset, or the recipe's own rollout layer."""
     tasks, source = taskset.tasks("train"), state["source"] if state else None
     if config.rollout.name != "async":
-        return RolloutSource(resolve("rollouts", config.rollout.name)(runner, tasks), state=source)
+        plugin = resolve("rollouts", config.rollout.name)
+        return RolloutSource(plugin(runner, tasks), state=source, on_episode=record)
     return AsyncRollout(
         tasks,
         runner,

@@ -14,6 +14,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from pydantic import Field
+
 from miles.config import Config
 from miles.envs.base import Taskset
 from miles.errors import EngineError, EnvError, HarnessError, SandboxError
@@ -42,22 +44,23 @@ __all__ = ["AgentGenerate", "EpisodeConfig", "EpisodeRunner", "Generate", "Gener
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 _LOG_LINES, _LOG_CHARS = 200, 2000
+_CANCEL_S = 10.0  # what code gets to clean up after its deadline
 
 
 class EpisodeConfig(Config):
     """Deadlines of one episode, in seconds. A task's own limits win."""
 
-    wall_s: float = 300.0
+    wall_s: float = Field(300.0, gt=0)
     """The whole episode."""
-    reset_s: float = 60.0
+    reset_s: float = Field(60.0, gt=0)
     """The environment's reset."""
-    agent_s: float = 240.0
+    agent_s: float = Field(240.0, gt=0)
     """The agent's work."""
-    score_s: float = 60.0
+    score_s: float = Field(60.0, gt=0)
     """Scoring."""
-    turns: int = 32
+    turns: int = Field(32, gt=0)
     """Model calls."""
-    tokens: int = 65_536
+    tokens: int = Field(65_536, gt=0)
     """Sampled tokens."""
 
 
@@ -124,11 +127,22 @@ class GenerateContext:
             yield sandbox
 
     async def phase(self, name: str, work: Awaitable[T], limit_s: float) -> T:
-        """Await with a deadline and a stopwatch; raises TimeoutError."""
+        """Await with a deadline and a stopwatch; raises TimeoutError, also when the work will not be cancelled."""
         began = time.monotonic()
+        task = asyncio.ensure_future(work)
         try:
-            async with asyncio.timeout(min(limit_s, max(0.0, self.deadline - began))):
-                return await work
+            await asyncio.wait({task}, timeout=min(limit_s, max(0.0, self.deadline - began)))
+            if task.done():
+                return await task
+            task.cancel()
+            await asyncio.wait({task}, timeout=_CANCEL_S)
+            if not task.done():
+                log.warning("%s of episode %s ignores its cancellation; it is left behind", name, self.job.episode_id)
+            raise TimeoutError
+        except asyncio.CancelledError:
+            task.cancel()
+            await asyncio.wait({task}, timeout=_CANCEL_S)
+            raise
         finally:
             self.timings[name] = time.monotonic() - began
 
@@ -150,6 +164,7 @@ class GenerateContext:
             tree=tree,
             outcome=outcome,
             timings=self.timings,
+            log=tuple(self.lines),
         )
 
 

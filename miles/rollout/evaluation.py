@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
+from pydantic import Field
+
 from miles.config import Config
 from miles.rollout.episode import EpisodeRunner, Job
 from miles.types import Discarded, Episode, Task, WeightVersion
@@ -17,13 +19,13 @@ __all__ = ["EvalConfig", "SharedEvaluator"]
 class EvalConfig(Config):
     """What is measured, and when."""
 
-    every: int = 0
+    every: int = Field(0, ge=0)
     """Steps between evaluations; 0: only before the first and after the last step."""
-    tasks: int = 100
+    tasks: int = Field(100, gt=0)
     """Held-out tasks, the first ones of the split."""
     split: str = "test"
     """Which split."""
-    concurrency: int = 64
+    concurrency: int = Field(64, gt=0)
     """Episodes in flight."""
 
 

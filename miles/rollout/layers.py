@@ -1,11 +1,12 @@
 """The rollout layer: anything with `groups()` can feed the trainer."""
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 from miles.errors import RunError
-from miles.types import Group, WeightVersion
+from miles.types import Episode, Group, WeightVersion
 
 __all__ = ["Rollout", "RolloutSource"]
 
@@ -19,7 +20,15 @@ class Rollout(Protocol):
 class RolloutSource:
     """A GroupSource over a Rollout. Its cursor counts groups: the producer must be able to skip."""
 
-    def __init__(self, rollout: Rollout, *, state: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        rollout: Rollout,
+        *,
+        state: dict[str, Any] | None = None,
+        on_episode: Callable[[Episode], None] = lambda episode: None,
+    ) -> None:
+        self._on_episode = on_episode
+        self._counts: Counter[str] = Counter()
         self._groups = rollout.groups()
         self._skip = int(state["taken"]) if state else 0
         self._taken = self._skip
@@ -32,6 +41,7 @@ class RolloutSource:
                 self._skip -= 1
                 continue
             taken.append(group)
+            self._record(group)
             if len(taken) == n:
                 self._taken += n
                 return taken
@@ -42,8 +52,15 @@ class RolloutSource:
     def advance(self, version: WeightVersion) -> None:
         self.version = version
 
+    def _record(self, group: Group) -> None:
+        for episode in group.episodes:
+            self._counts[f"outcome/{episode.outcome.kind}"] += 1
+            self._counts["sampled_tokens"] += episode.tree.sampled_tokens
+            self._on_episode(episode)
+
     def counters(self) -> dict[str, float]:
-        return {}
+        counts, self._counts = self._counts, Counter()
+        return {name: float(count) for name, count in counts.items()}
 
     def now(self) -> dict[str, float]:
         """What is going on at this moment: the producer does not tell."""

@@ -14,6 +14,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from pydantic import Field
+
 from miles.config import Config
 from miles.errors import RunError
 from miles.rollout.episode import EpisodeRunner, Job
@@ -29,21 +31,21 @@ class RolloutConfig(Config):
 
     name: str = "async"
     """Rollout layer: registry name, or module:attr of a class with groups(), made as `cls(runner, tasks)`."""
-    groups_per_step: int = 16
+    groups_per_step: int = Field(16, gt=0)
     """Groups that one optimizer step consumes."""
-    group_size: int = 8
+    group_size: int = Field(8, gt=0)
     """Sibling episodes of one task."""
-    max_episodes: int = 64
+    max_episodes: int = Field(64, gt=0)
     """Episodes in flight at most."""
-    max_staleness: int = 1
+    max_staleness: int = Field(1, ge=0)
     """Versions that trained tokens may lag behind; 0 is strictly on-policy and synchronous."""
-    retries: int = 2
+    retries: int = Field(2, ge=0)
     """Fresh attempts after a discarded episode."""
-    min_group: int = 2
+    min_group: int = Field(2, gt=0)
     """A group with fewer usable episodes is dropped."""
     on_stale: Literal["retry", "keep", "drop"] = "retry"
     """What happens to a finished group that is older than max_staleness."""
-    discard_limit: int = 64
+    discard_limit: int = Field(64, gt=0)
     """Discarded episodes, or groups that are too old, in a row after which the run stops."""
     seed: int = 0
     """Order of the tasks."""

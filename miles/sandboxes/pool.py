@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
+from pydantic import Field
+
 from miles.config import Config
 from miles.errors import SandboxCreateFailed, SandboxError
 from miles.sandboxes.base import Backend, Capabilities, Sandbox, SandboxSpec
@@ -23,13 +25,13 @@ class SandboxConfig(Config):
 
     backend: str = "local"
     """Name of the sandbox backend."""
-    starting: int = 4
+    starting: int = Field(4, gt=0)
     """How many sandboxes may come up at the same time."""
-    create_timeout_s: float = 30.0
+    create_timeout_s: float = Field(30.0, gt=0)
     """Deadline of one creation."""
-    destroy_timeout_s: float = 30.0
+    destroy_timeout_s: float = Field(30.0, gt=0)
     """Deadline of one destruction."""
-    create_retries: int = 2
+    create_retries: int = Field(2, ge=0)
     """How often a retryable creation failure is tried again."""
     allow_unisolated: bool = False
     """Run plain processes where this host cannot isolate. The agent then sees this machine."""

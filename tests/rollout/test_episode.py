@@ -1,7 +1,9 @@
 """Every way an episode can end, and what it is counted as."""
 
 import asyncio
+import contextlib
 import math
+import time
 
 import pytest
 
@@ -187,7 +189,26 @@ async def test_a_faulted_episode_keeps_its_tokens_and_has_reward_0(play):
 
 
 async def test_a_flood_of_log_lines_is_bounded_and_harmless(play):
-    assert (await play(floods)).outcome == Scored(reward=1.0)
+    episode = await play(floods)
+    assert episode.outcome == Scored(reward=1.0)
+    assert (len(episode.log), len(episode.log[0])) == (200, 2000)
+
+
+async def will_not_be_cancelled(context):
+    await ask_once(context)
+    while True:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(3)
+            return
+
+
+async def test_an_agent_that_ignores_its_cancellation_does_not_hold_the_episode(play, monkeypatch, caplog):
+    monkeypatch.setattr("miles.rollout.episode._CANCEL_S", 0.1)
+    began = time.monotonic()
+    episode = await play(will_not_be_cancelled, agent_s=0.3)
+    assert episode.outcome.reason == "agent_timeout"
+    assert time.monotonic() - began < 2.5
+    assert "ignores its cancellation" in caplog.text
 
 
 async def test_the_taskset_may_have_a_failed_agent_scored_as_it_stands(play):

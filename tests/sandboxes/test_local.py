@@ -185,6 +185,44 @@ async def test_without_isolation_nothing_runs_unless_it_is_wanted(monkeypatch):
     await sandbox.destroy()
 
 
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ('echo "bubblewrap 0.8.0"', "is bubblewrap 0.8.0; 0.11 or newer is needed"),
+        ("exit 1", "of unknown version"),
+        (
+            'test "$1" = --version && echo "bubblewrap 0.11.0" && exit; echo "No permissions to create new namespace" >&2; exit 1',
+            r"user namespaces do not work here \(No permissions.*max_user_namespaces.*apparmor.*Docker",
+        ),
+    ],
+)
+async def test_a_host_that_cannot_isolate_is_told_what_to_change(monkeypatch, tmp_path, answer, message):
+    fake = tmp_path / "bwrap"
+    fake.write_text(f"#!/bin/sh\n{answer}\n")
+    fake.chmod(0o755)
+    monkeypatch.setattr("miles.sandboxes.local._find_bwrap", lambda: str(fake))
+    with pytest.raises(SandboxUnavailable, match=message):
+        await LocalBackend().probe()
+
+
+async def test_without_nsenter_it_says_what_to_install(monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(SandboxUnavailable, match="nsenter is missing \\(install util-linux\\)"):
+        await LocalBackend().probe()
+
+
+async def test_without_control_groups_memory_and_files_are_limited_by_rlimit(monkeypatch):
+    monkeypatch.setattr("miles.sandboxes.local.cgroup_root", tuple)
+    backend = LocalBackend()
+    assert (await backend.probe()).limits == "best_effort"
+    sandbox = await backend.create(SandboxSpec(resources=Resources(memory_mib=256, disk_mib=4)))
+    hog = await sandbox.exec(["python3", "-c", "x = bytearray(900 << 20)"])
+    assert b"MemoryError" in hog.stderr
+    big = await sandbox.exec("head -c 8000000 /dev/zero > big")
+    assert big.exit_code != 0
+    await sandbox.destroy()
+
+
 OWNER = """
 import asyncio, json
 from miles.sandboxes.base import SandboxSpec

@@ -6,6 +6,8 @@ import logging
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import Field
+
 from miles.config import Config
 from miles.errors import ConfigError, EngineError, EngineLost
 from miles.processes import Worker
@@ -20,19 +22,19 @@ log = logging.getLogger(__name__)
 class EmbeddedConfig(Config):
     """Sizes of the batching loop. The defaults suit models below 10 M parameters on two cores."""
 
-    max_batch_requests: int = 32
+    max_batch_requests: int = Field(32, gt=0)
     """Requests decoded together; more is slower on a CPU."""
-    max_batch_tokens: int = 512
+    max_batch_tokens: int = Field(512, gt=0)
     """Tokens of one forward pass, prefill included."""
-    page_size: int = 16
+    page_size: int = Field(16, ge=4)
     """Tokens of one cache page, the unit of prefix sharing."""
     cache_tokens: int = 32_768
     """Tokens of keys and values kept."""
     on_update: Literal["recompute", "keep"] = "recompute"
     """Requests in flight at a weight update: prefill again under the new weights, or keep old keys and values."""
-    threads: int = 1
+    threads: int = Field(1, gt=0)
     """CPU threads of the engine process."""
-    restarts: int = 3
+    restarts: int = Field(3, ge=0)
     """How often a dead engine process is replaced before the run stops."""
 
 

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import uvicorn
+from pydantic import Field
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -39,17 +40,17 @@ class SessionConfig(Config):
 
     host: str = "127.0.0.1"
     """Address to listen on."""
-    port: int = 0
+    port: int = Field(0, ge=0, le=65535)
     """Port; 0 takes a free one."""
-    ttl_s: float = 3600.0
+    ttl_s: float = Field(3600.0, gt=0)
     """A session older than this answers nothing more."""
-    max_body_mib: int = 64
+    max_body_mib: int = Field(64, gt=0)
     """Largest request body."""
-    in_flight: int = 16
+    in_flight: int = Field(16, gt=0)
     """Most concurrent model calls of one session."""
-    grace_s: float = 2.0
+    grace_s: float = Field(2.0, ge=0)
     """How long a generation goes on after its client went away."""
-    keepalive_s: float = 3.0
+    keepalive_s: float = Field(3.0, gt=0)
     """Silence after which a streaming client gets a comment line."""
     rendering: RenderingConfig = RenderingConfig()
     """How conversations become tokens."""
