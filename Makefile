@@ -21,6 +21,7 @@ check: $(VENV)/.installed
 	$(BIN)/ruff check miles tests benchmarks
 	$(BIN)/ruff format --check miles tests benchmarks
 	$(BIN)/mypy
+	$(BIN)/mypy --strict benchmarks
 	$(BIN)/lint-imports
 
 bench: $(VENV)/.installed

@@ -1,4 +1,4 @@
-"""The README's promise, checked: the quickstart from several seeds, held-out success at most 0.4 before, at least 0.9 after.
+"""The README's promise, checked from several seeds: held-out success at most 0.4 before, at least 0.9 after.
 
 python benchmarks/quickstart.py [--seeds 0 1 2]
 """
@@ -31,9 +31,8 @@ def main() -> int:
         good = rewards[0] <= LOW and rewards[-1] >= HIGH and seconds <= SECONDS and max(diffs) <= 1e-4
         kept = kept and good
         curve = " -> ".join(f"{reward:.3f}" for reward in rewards)
-        print(
-            f"seed {seed}: held-out {curve}, {seconds:.0f} s, logprob diff {max(diffs):.1e}, {'kept' if good else 'BROKEN'}"
-        )
+        verdict = "kept" if good else "BROKEN"
+        print(f"seed {seed}: held-out {curve}, {seconds:.0f} s, logprob diff {max(diffs):.1e}, {verdict}", flush=True)
     return 0 if kept else 1
 
 

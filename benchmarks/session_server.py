@@ -12,7 +12,9 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from miles.envs.vault import VaultTaskset
 from miles.recipes.tiny_model import TinyModelConfig, make_tiny_model
@@ -31,13 +33,13 @@ class RawClient:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
 
-    async def post(self, path: str, key: str, body: dict[str, object]) -> dict[str, object]:
+    async def post(self, path: str, key: str, body: Mapping[str, object]) -> dict[str, Any]:
         data = json.dumps(body).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nContent-Length: {len(data)}\r\n\r\n"
         self._writer.write(head.encode() + data)
         header = await self._reader.readuntil(b"\r\n\r\n")
         length = int(header.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
-        reply: dict[str, object] = json.loads(await self._reader.readexactly(length))
+        reply: dict[str, Any] = json.loads(await self._reader.readexactly(length))
         return reply
 
 
@@ -81,7 +83,7 @@ async def served(rendering: Rendering, sessions: int, turns: int, concurrency: i
                 began = time.perf_counter()
                 reply = await client.post(f"/s/{session.id}/v1/chat/completions", session.key, body)
                 times.append(time.perf_counter() - began)
-                message = reply["choices"][0]["message"]  # type: ignore[index]
+                message = reply["choices"][0]["message"]
                 call = message["tool_calls"][0]["id"]
                 messages += [message, {"role": "tool", "tool_call_id": call, "content": "see birch"}]
             await server.end(session)

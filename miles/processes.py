@@ -6,10 +6,12 @@ possibly several times; any other method answers with its return value.
 """
 
 import asyncio
+import contextlib
 import ctypes
 import importlib
 import os
 import pickle
+import queue
 import shutil
 import signal
 import socket
@@ -30,7 +32,6 @@ __all__ = ["Reply", "Worker", "deferred", "die_with_parent", "owner_tag", "proce
 
 Reply = Callable[..., None]
 F = TypeVar("F", bound=Callable[..., Any])
-_INLINE_BYTES = 1 << 16
 _PR_SET_PDEATHSIG = 1
 
 
@@ -88,9 +89,10 @@ class Worker:
         self._lost: type[MilesError] = MilesError
         self._calls: dict[int, tuple[asyncio.Future[Any], Callable[[Any], None] | None]] = {}
         self._next_id = 0
-        self._send_lock = asyncio.Lock()
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
         self.ended = asyncio.Event()
+        threading.Thread(target=self._write, name=f"{name} writer", daemon=True).start()
 
     @classmethod
     async def start(
@@ -148,16 +150,19 @@ class Worker:
         return future
 
     async def _send(self, frame: tuple[Any, ...], future: "asyncio.Future[Any]") -> Any:
-        data = pickle.dumps(frame)
-        try:
-            async with self._send_lock:
-                if len(data) < _INLINE_BYTES:
-                    self._conn.send_bytes(data)
-                else:
-                    await asyncio.to_thread(self._conn.send_bytes, data)
-        except OSError:
-            self._on_end()
+        self._outbox.put(pickle.dumps(frame))
         return await future
+
+    def _write(self) -> None:
+        """The only sender, on a thread of its own: a full socket must not stop the loop that empties the other one,
+        and a cancelled call must not leave half a frame."""
+        while (data := self._outbox.get()) is not None:
+            try:
+                self._conn.send_bytes(data)
+            except OSError:
+                with contextlib.suppress(RuntimeError):  # the loop may be closed already
+                    self._loop.call_soon_threadsafe(self._on_end)
+                return
 
     def _receive(self) -> None:
         try:
@@ -187,6 +192,7 @@ class Worker:
         if self.ended.is_set():
             return
         self.ended.set()
+        self._outbox.put(None)
         self._loop.remove_reader(self._conn.fileno())
         self._conn.close()
         calls, self._calls = self._calls, {}
@@ -260,7 +266,8 @@ def _portable(error: BaseException) -> Any:
 
 def main(fd: int) -> None:
     """Entry of the child process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group: the parent decides
+        signal.signal(number, signal.SIG_IGN)
     die_with_parent()
     if str(os.getppid()) != os.environ.get("MILES_PARENT"):
         return

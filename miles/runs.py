@@ -9,6 +9,7 @@ RUN/logs/                 the child processes' output
 RUN/reward.png            the learning curve
 """
 
+import contextlib
 import errno
 import json
 import os
@@ -17,6 +18,8 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from miles.errors import ConfigError, RunError
 from miles.types import Episode, from_json, to_json
@@ -90,7 +93,7 @@ class RunFolder:
         """Episodes of episodes/PATTERN.jsonl."""
         for path in sorted((self.path / "episodes").glob(f"{pattern}.jsonl")):
             for line in path.read_bytes().splitlines(keepends=True):
-                if line.endswith(b"\n"):
+                with contextlib.suppress(ValidationError):  # a line that a crash cut
                     yield from_json(Episode, line)
 
     def checkpoints(self) -> list[Path]:
@@ -118,10 +121,11 @@ class RunFolder:
         """Whole lines only: a write that fails half-way is taken back."""
 
         def write() -> None:
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
             try:
                 size = os.fstat(fd).st_size
-                data = line + b"\n"
+                torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"  # a crash cut the last line
+                data = (b"\n" if torn else b"") + line + b"\n"
                 written = os.write(fd, data)
                 if written != len(data):
                     os.ftruncate(fd, size)
@@ -157,5 +161,5 @@ def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
     if not path.exists():
         return
     for line in path.read_bytes().splitlines(keepends=True):
-        if line.endswith(b"\n"):
+        with contextlib.suppress(json.JSONDecodeError):  # a line that a crash cut
             yield json.loads(line)

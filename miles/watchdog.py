@@ -32,8 +32,8 @@ async def watched_loop(patience_s: float = 10.0) -> AsyncIterator[None]:
                 told = beat
                 stack = "".join(traceback.format_stack(sys._current_frames()[thread])[-6:])
                 log.warning(
-                    "the event loop has been blocked for %.0f s, no episode goes on: move blocking work of a score, step "
-                    "or agent to asyncio.to_thread. It stands here:\n%s",
+                    "the event loop has been blocked for %.0f s, no episode goes on: move blocking work of a score, "
+                    "step or agent to asyncio.to_thread. It stands here:\n%s",
                     time.monotonic() - beat,
                     stack,
                 )

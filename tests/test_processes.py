@@ -42,6 +42,9 @@ class Echo:
 
         threading.Thread(target=run).start()
 
+    def nap(self, seconds):
+        time.sleep(seconds)
+
     def sleep(self):
         time.sleep(60)
 
@@ -76,6 +79,19 @@ async def test_failures_keep_their_kind_and_the_child_goes_on(worker):
         await worker.call("fail")
     with pytest.raises(TrainerError, match="planned"):
         await worker.call("refuse")
+    assert await worker.call("greet", name="still") == "hello still"
+
+
+async def test_a_child_that_does_not_read_blocks_nobody_and_a_cancelled_call_leaves_no_half_frame(worker):
+    sleeping = asyncio.create_task(worker.call("nap", seconds=0.5))
+    await asyncio.sleep(0.05)
+    large = [asyncio.create_task(worker.call("size", data=b"x" * 3_000_000)) for _ in range(3)]
+    began = time.monotonic()
+    await asyncio.sleep(0.05)
+    assert time.monotonic() - began < 0.3
+    large[0].cancel()
+    await sleeping
+    assert await asyncio.gather(*large[1:]) == [3_000_000] * 2
     assert await worker.call("greet", name="still") == "hello still"
 
 

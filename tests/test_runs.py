@@ -32,6 +32,8 @@ def test_a_line_cut_by_a_crash_is_left_out(folder):
     with (folder.path / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "step", "ste')
     assert len(folder.metrics()) == 1
+    folder.log("resume", {"step": 1})
+    assert [line["kind"] for line in folder.metrics()] == ["step", "resume"]
 
 
 def test_what_a_resumed_run_does_again_counts_once(folder):

@@ -71,7 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:
+    except BrokenPipeError:  # the reader of a listing has gone
+        sys.stdout = None  # nothing more to flush
         return 0
 
 

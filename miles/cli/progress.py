@@ -1,6 +1,7 @@
 """What a person sees while a run goes on: a live table on a terminal, plain lines elsewhere."""
 
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -41,8 +42,18 @@ class PlainReporter:
     def __init__(self) -> None:
         self._began = time.monotonic()
         self._rewards: list[float] = []
+        self._deaf = False
 
     def event(self, kind: str, data: Mapping[str, Any]) -> None:
+        if self._deaf:
+            return
+        try:
+            self._print(kind, data)
+        except OSError:  # the reader of the pipe has gone; the run goes on, its folder has everything
+            self._deaf = True
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115, PTH123
+
+    def _print(self, kind: str, data: Mapping[str, Any]) -> None:
         for line in self._lines(kind, data):
             print(f"[{time.monotonic() - self._began:6.1f}s] {line}", flush=True)
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import resource
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -111,17 +112,18 @@ async def _go(
     config: RunConfig, taskset: Taskset, folder: RunFolder, reporter: Reporter, *, checkpoint: Path | None
 ) -> None:
     state = read_state(checkpoint) if checkpoint else None
-    began = time.monotonic()
-    async with _parts(config, taskset, folder, state, reporter) as parts:
-        driver = parts.driver
-        if checkpoint is not None:
-            await parts.trainer.load(checkpoint)
-        with _ctrl_c(driver, reporter):
+    began, running = time.monotonic(), _Running()
+    _raise_file_limit()
+    with _ctrl_c(running, reporter):
+        async with _parts(config, taskset, folder, state, reporter) as parts:
+            running.driver = driver = parts.driver
+            if checkpoint is not None:
+                await parts.trainer.load(checkpoint)
             try:
                 if driver.step == 0 and driver.warmed < config.train.warm_start.steps:
                     await driver.warm_start(_demonstrations(config, taskset, parts.rendering))
                 await driver.train()
-            except MilesError as error:
+            except Exception as error:
                 await _rescue(driver, folder, error)
                 raise
             await driver.save()
@@ -130,7 +132,22 @@ async def _go(
     reporter.event("end", {"folder": str(folder.path), "stopped": driver.stop.is_set(), "step": driver.step})
 
 
-async def _rescue(driver: Driver, folder: RunFolder, error: MilesError) -> None:
+def _raise_file_limit() -> None:
+    """An episode holds about a dozen file descriptors; take all that the hard limit allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    log.debug("file descriptors: %d, before %d", hard, soft)
+
+
+@dataclass(slots=True)
+class _Running:
+    """What a signal finds: nothing that can be stopped yet, or a driver."""
+
+    driver: Driver | None = None
+
+
+async def _rescue(driver: Driver, folder: RunFolder, error: Exception) -> None:
     """A run that cannot go on leaves a checkpoint, if the trainer still can write one."""
     try:
         path = await driver.save()
@@ -138,7 +155,7 @@ async def _rescue(driver: Driver, folder: RunFolder, error: MilesError) -> None:
     except MilesError as second:
         error.add_note(f"no checkpoint could be saved: {second}")
     with contextlib.suppress(MilesError):  # the disk may be what failed
-        folder.log("end", {"step": driver.step, "error": error.message})
+        folder.log("end", {"step": driver.step, "error": str(error)})
         plot_rewards(folder)
 
 
@@ -160,7 +177,7 @@ async def _parts(
         model = await asyncio.to_thread(_model, config, taskset, folder)
         engine = _engine(config, model, folder)
         stack.push_async_callback(engine.close)
-        trainer = Trainer(model, folder.logs, _seeded(config))
+        trainer = Trainer(model, folder.logs, config.trainer, seed=config.run.seed)
         pool = SandboxPool(_backend(config), config.sandbox)
         capabilities = await pool.start()
         stack.push_async_callback(pool.close)
@@ -231,7 +248,8 @@ def _rollout(
     return AsyncRollout(
         tasks,
         runner,
-        config.rollout.model_copy(update={"seed": config.run.seed}),
+        config.rollout,
+        seed=config.run.seed,
         version=int(state["step"]) if state else 0,
         state=source,
         life=len(folder.metrics("resume")),
@@ -246,14 +264,16 @@ async def _tick(rollout: AsyncRollout | RolloutSource, reporter: Reporter) -> No
 
 
 @contextlib.contextmanager
-def _ctrl_c(driver: Driver, reporter: Reporter) -> Iterator[None]:
-    """First Ctrl-C: finish cleanly. Second: at once, still cleaning up."""
+def _ctrl_c(running: _Running, reporter: Reporter) -> Iterator[None]:
+    """First Ctrl-C: finish cleanly. Second, or while starting up: at once, still cleaning up."""
     loop, main = asyncio.get_running_loop(), asyncio.current_task()
 
     def pressed() -> None:
-        if driver.stop.is_set() and main is not None:
-            main.cancel()
-        driver.stop.set()
+        if running.driver is None or running.driver.stop.is_set():
+            if main is not None:
+                main.cancel()
+            return
+        running.driver.stop.set()
         reporter.event("stopping", {})
 
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -285,7 +305,9 @@ def _engine(config: RunConfig, model: Path, folder: RunFolder) -> Engine:
         return InProcessEngine(
             model, config.engine.embedded, temperature=config.sampling.temperature, seed=config.run.seed
         )
-    engine: Engine = plugin(model) if isinstance(plugin, type) else plugin
+    if not isinstance(plugin, type):
+        return plugin  # type: ignore[no-any-return]  # an instance, by module:attr
+    engine: Engine = plugin(model, temperature=config.sampling.temperature, seed=config.run.seed)
     return engine
 
 
@@ -296,11 +318,6 @@ async def _generate(config: RunConfig, stack: contextlib.AsyncExitStack) -> Gene
     harness = as_harness(make_plugin("harnesses", config.harness.name, config.harness.settings))
     stack.push_async_callback(harness.close)
     return AgentGenerate(harness)
-
-
-def _seeded(config: RunConfig) -> Any:
-    compute = config.trainer.compute.model_copy(update={"seed": config.run.seed})
-    return config.trainer.model_copy(update={"compute": compute})
 
 
 def _model(config: RunConfig, taskset: Taskset, folder: RunFolder) -> Path:

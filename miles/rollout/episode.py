@@ -12,13 +12,13 @@ import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from pydantic import Field
 
 from miles.config import Config
 from miles.envs.base import Taskset
-from miles.errors import EngineError, EnvError, HarnessError, SandboxError
+from miles.errors import ContextOverflow, EngineError, EnvError, HarnessError, SandboxError
 from miles.harnesses.base import AgentContext, Endpoint, Harness
 from miles.rollout.session.server import SessionServer
 from miles.rollout.session.session import Session
@@ -34,6 +34,7 @@ from miles.types import (
     Outcome,
     Score,
     Scored,
+    Step,
     Task,
     Transcript,
     Tree,
@@ -78,6 +79,32 @@ class Job:
         return f"{self.group_id}/{self.index}.{self.attempt}"
 
 
+async def _contained(work: Awaitable[T]) -> T:
+    """Foreign code must not end the driver: `sys.exit()` in a task would go through the event loop."""
+    try:
+        return await work
+    except SystemExit as error:
+        raise RuntimeError(f"the code called sys.exit({error.code})") from error
+
+
+class _GuardedEnv:
+    """An Env whose `step` fails as an EnvError, whatever it raises: that is never the policy's fault."""
+
+    def __init__(self, env: Env) -> None:
+        self._env = env
+
+    async def step(self, action: str) -> Step:
+        try:
+            return await self._env.step(action)
+        except SandboxError:
+            raise
+        except Exception as error:
+            raise EnvError(f"step({action!r}) failed: {traceback.format_exc()[-1500:]}") from error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._env, name)
+
+
 class _Discard(Exception):
     """Infrastructure failed: leaves the episode with this outcome."""
 
@@ -98,6 +125,7 @@ class GenerateContext:
     deadline: float
     timings: dict[str, float] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
+    finished: Episode | None = None
 
     @property
     def task(self) -> Task:
@@ -126,12 +154,21 @@ class GenerateContext:
             self.timings["sandbox"] = time.monotonic() - began
             yield sandbox
 
+    def agent_limit_s(self) -> float:
+        """Seconds that the agent may use: what the wall leaves when scoring keeps its share."""
+        left = self.deadline - time.monotonic()
+        reserve = min(self.config.score_s, 0.2 * left)
+        own = left if self.task.limits is not None else self.config.agent_s
+        return max(0.0, min(own, left - reserve))
+
     async def phase(self, name: str, work: Awaitable[T], limit_s: float) -> T:
         """Await with a deadline and a stopwatch; raises TimeoutError, also when the work will not be cancelled."""
         began = time.monotonic()
-        task = asyncio.ensure_future(work)
+        task = asyncio.ensure_future(_contained(work))
         try:
             await asyncio.wait({task}, timeout=min(limit_s, max(0.0, self.deadline - began)))
+            if task.cancelled():
+                raise RuntimeError(f"{name} cancelled itself")
             if task.done():
                 return await task
             task.cancel()
@@ -152,9 +189,9 @@ class GenerateContext:
             self.lines.append(text[:_LOG_CHARS])
 
     def episode(self, tree: Tree, outcome: Outcome) -> Episode:
-        """The finished value."""
+        """The finished value; what is slow afterwards, as a clean-up, does not take it back."""
         job = self.job
-        return Episode(
+        self.finished = Episode(
             id=job.episode_id,
             task_id=job.task.id,
             group_id=job.group_id,
@@ -166,6 +203,7 @@ class GenerateContext:
             timings=self.timings,
             log=tuple(self.lines),
         )
+        return self.finished
 
 
 Generate = Callable[[GenerateContext], Awaitable[Episode]]
@@ -199,13 +237,20 @@ class EpisodeRunner:
         )
         try:
             async with asyncio.timeout(wall + 5):  # phases hold the deadline; this catches a layer that does not
-                episode = await self._generate(context)
+                episode = await _contained(self._generate(context))
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) is None or task.cancelling():
+                raise  # the run's own wish; any other cancellation is the episode's failure
+            episode = context.episode(Tree(), Discarded(reason="generation_failed", detail="it cancelled itself"))
         except TimeoutError:
-            episode = context.episode(Tree(), Discarded(reason="wall_timeout", detail=f"{wall:g} s"))
+            late = Discarded(reason="wall_timeout", detail=f"{wall:g} s")
+            episode = context.finished or context.episode(Tree(), late)
         except _Discard as discard:
             episode = context.episode(Tree(), discard.outcome)
         except SandboxError as error:
             episode = context.episode(Tree(), Discarded(reason="sandbox", detail=str(error)))
+        except ContextOverflow as error:
+            episode = context.episode(Tree(), Faulted(reason="context_length_exceeded", detail=str(error)))
         except EngineError as error:
             episode = context.episode(Tree(), Discarded(reason="engine", detail=str(error)))
         except Exception:  # noqa: BLE001  one episode's failure must not end its siblings or the run
@@ -256,22 +301,23 @@ class AgentGenerate:
         session: Session,
     ) -> Faulted | None:
         """Let the harness run. Returns the policy's fault; raises _Discard or SandboxError for infrastructure's."""
+        limit_s = context.agent_limit_s()
         agent = AgentContext(
             task=context.task,
-            env=env,
+            env=cast(Env, _GuardedEnv(env)),
             observation=observation,
             sandbox=sandbox,
             endpoint=Endpoint(base_url=context.server.base_url(session), api_key=session.key),
-            deadline=min(context.deadline, time.monotonic() + context.config.agent_s),
+            deadline=time.monotonic() + limit_s,
             log=context.log,
         )
         fault: Faulted | None = None
         try:
-            await context.phase("agent", self._harness.run(agent), context.config.agent_s)
+            await context.phase("agent", self._harness.run(agent), limit_s)
         except TimeoutError:
             if session.waiting_for_engine:
                 raise _Discard("engine_slow", "the deadline passed while a model call was being answered") from None
-            fault = Faulted(reason="agent_timeout", detail=f"{context.config.agent_s:g} s")
+            fault = Faulted(reason="agent_timeout", detail=f"{limit_s:g} s")
         except SandboxError:
             raise
         except EnvError as error:
@@ -282,7 +328,7 @@ class AgentGenerate:
             fault = Faulted(reason=error.reason, detail=str(error)[-2000:])
         except Exception:  # noqa: BLE001  the boundary to an agent's code
             fault = Faulted(reason="agent_crashed", detail=traceback.format_exc()[-2000:])
-        if fault is not None and session.engine_failure is not None:
+        if session.engine_failure is not None:  # a call that never succeeded, also when the harness said nothing
             raise _Discard("engine", session.engine_failure)
         if not session.tree().turns:
             raise _Discard("no_model_call", fault.detail if fault else "the agent ended without asking the model")

@@ -62,7 +62,13 @@ class SharedEvaluator:
                 return episode
 
         async with self._paused():
-            episodes = await asyncio.gather(*(one(task) for task in self._tasks))
+            running = [asyncio.ensure_future(one(task)) for task in self._tasks]
+            try:
+                episodes = await asyncio.gather(*running)
+            finally:  # after a failure none may go on outside the pause
+                for task in running:
+                    task.cancel()
+                await asyncio.gather(*running, return_exceptions=True)
         rewards = [e.reward for e in episodes if e.reward is not None]
         other = [e for e in episodes if any(set(t.versions) - {version} for t in e.tree.turns)]
         return {

@@ -46,9 +46,7 @@ class RolloutConfig(Config):
     on_stale: Literal["retry", "keep", "drop"] = "retry"
     """What happens to a finished group that is older than max_staleness."""
     discard_limit: int = Field(64, gt=0)
-    """Discarded episodes, or groups that are too old, in a row after which the run stops."""
-    seed: int = 0
-    """Order of the tasks."""
+    """Episodes that no retry saved, or groups that are too old, in a row after which the run stops."""
 
 
 @dataclass
@@ -73,6 +71,7 @@ class AsyncRollout:
         runner: EpisodeRunner,
         config: RolloutConfig | None = None,
         *,
+        seed: int = 0,
         version: WeightVersion = 0,
         state: dict[str, Any] | None = None,
         life: int = 0,
@@ -82,7 +81,7 @@ class AsyncRollout:
             raise RunError("the taskset has no training tasks")
         self.config = config or RolloutConfig()
         self._tasks, self._runner, self._on_episode = tasks, runner, on_episode
-        self._version, self._life = version, life
+        self._version, self._life, self._seed = version, life, seed
         self._next = int(state["next"]) if state else 0
         self._again: deque[int] = deque(state["pending"] if state else ())
         self._admitted = version * self.config.groups_per_step
@@ -93,6 +92,8 @@ class AsyncRollout:
         self._running: set[asyncio.Task[None]] = set()
         self._wake, self._news = asyncio.Event(), asyncio.Event()
         self._paused = 0
+        self._closing = False
+        self._handed: list[int] = []  # given to the trainer, not yet confirmed by a new version
         self._counts: Counter[str] = Counter()
         self._totals: Counter[str] = Counter()
         self._discarded_in_a_row = 0
@@ -108,6 +109,7 @@ class AsyncRollout:
 
     async def close(self) -> None:
         """Cancel every episode; their sandboxes and sessions are cleaned up before this returns."""
+        self._closing = True
         tasks = [*self._running, *([self._pump] if self._pump else [])]
         for task in tasks:
             task.cancel()
@@ -136,6 +138,7 @@ class AsyncRollout:
                     if self._fresh(group):
                         taken.append(group)
                 if len(taken) == n:
+                    self._handed = [group.seq for group in taken]
                     return taken
                 self._news.clear()
                 await self._news.wait()
@@ -145,6 +148,7 @@ class AsyncRollout:
 
     def advance(self, version: WeightVersion) -> None:
         self._version = version
+        self._handed = []
         self._wake.set()
 
     def counters(self) -> dict[str, float]:
@@ -161,8 +165,13 @@ class AsyncRollout:
         }
 
     def state(self) -> dict[str, Any]:
-        """Next task of the order, and the admitted ones that were not handed out yet."""
-        pending = [*(group.seq for group in self._ready), *(o.seq for o in self._open.values()), *self._again]
+        """Next task of the order, and the admitted ones that no published version was trained on yet."""
+        pending = [
+            *self._handed,
+            *(group.seq for group in self._ready),
+            *(o.seq for o in self._open.values()),
+            *self._again,
+        ]
         return {"next": self._next, "pending": sorted(pending)}
 
     def _fresh(self, group: Group) -> bool:
@@ -172,6 +181,7 @@ class AsyncRollout:
             return True
         self._stale_in_a_row += 1
         if self._stale_in_a_row >= self.config.discard_limit:
+            self._again.append(group.seq)
             raise RunError(
                 f"{self._stale_in_a_row} groups in a row were too old (version {oldest} at {self._version}): episodes "
                 "take longer than the steps allow; raise rollout.max_staleness, or set rollout.on_stale=keep"
@@ -203,7 +213,10 @@ class AsyncRollout:
     def _ended(self, task: "asyncio.Task[None]") -> None:
         self._running.discard(task)
         self._wake.set()
-        if not task.cancelled() and (error := task.exception()) is not None:
+        if task.cancelled():
+            if not self._closing:
+                self._fail(RunError("an episode's task was cancelled from within; see the log"))
+        elif (error := task.exception()) is not None:
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
@@ -238,7 +251,7 @@ class AsyncRollout:
         epoch, place = divmod(seq, len(self._tasks))
         if getattr(self, "_epoch", None) != epoch:
             order = list(range(len(self._tasks)))
-            random.Random(f"{self.config.seed}/{epoch}").shuffle(order)
+            random.Random(f"{self._seed}/{epoch}").shuffle(order)
             self._epoch, self._order = epoch, order
         return self._tasks[self._order[place]]
 
@@ -251,19 +264,23 @@ class AsyncRollout:
         self._on_episode(episode)
         if isinstance(outcome, Discarded):
             self._counts[f"discarded/{outcome.reason}"] += 1
-            self._discarded_in_a_row += 1
-            if self._discarded_in_a_row >= self.config.discard_limit:
-                raise RunError(
-                    f"{self._discarded_in_a_row} episodes in a row were discarded, last for {outcome.reason!r}: "
-                    f"{outcome.detail[-500:]}. Mend the cause and go on with `miles launch --resume RUN`"
-                )
             if job.attempt < self.config.retries:
                 again = Job(task=job.task, group_id=job.group_id, index=job.index, attempt=job.attempt + 1)
                 self._jobs.appendleft(again)
                 return
+            self._give_up(outcome)
         else:
             self._discarded_in_a_row = 0
         self._finish(job.group_id, episode)
+
+    def _give_up(self, outcome: Discarded) -> None:
+        """An episode that no retry could save; too many of them in a row mean that nothing works any more."""
+        self._discarded_in_a_row += 1
+        if self._discarded_in_a_row >= self.config.discard_limit:
+            raise RunError(
+                f"{self._discarded_in_a_row} episodes in a row were discarded, last for {outcome.reason!r}: "
+                f"{outcome.detail[-500:]}. Mend the cause and go on with `miles launch --resume RUN`"
+            )
 
     def _finish(self, group_id: str, episode: Episode) -> None:
         group = self._open[group_id]

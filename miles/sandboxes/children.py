@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -9,12 +10,14 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
+from miles.errors import SandboxCreateFailed
 from miles.sandboxes.base import ExecResult
 
 __all__ = ["Capture", "Child", "check_timeout", "finished"]
 
 _CHUNK = 1 << 16
 _DRAIN_S = 0.2
+_HOST_IS_FULL = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
 
 
 class Capture:
@@ -60,16 +63,21 @@ class Child:
         """Start at once. `stdin=None` keeps the input open (its end tells the child that we are gone)."""
         self.stdout, self.stderr = Capture(limit), Capture(limit)
         self._loop = asyncio.get_running_loop()
-        self._process = subprocess.Popen(
-            list(argv),
-            stdin=subprocess.DEVNULL if stdin == b"" else subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=dict(env),
-            pass_fds=tuple(pass_fds),
-            cwd=cwd,
-            start_new_session=True,
-        )
+        try:
+            self._process = subprocess.Popen(
+                list(argv),
+                stdin=subprocess.DEVNULL if stdin == b"" else subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=dict(env),
+                pass_fds=tuple(pass_fds),
+                cwd=cwd,
+                start_new_session=True,
+            )
+        except OSError as error:
+            if error.errno in _HOST_IS_FULL:
+                raise SandboxCreateFailed(f"this host cannot start another process: {error.strerror}") from error
+            raise
         self.pid = self._process.pid
         self._open = 0
         self._closed = asyncio.Event()

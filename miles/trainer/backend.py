@@ -14,7 +14,7 @@ __all__ = ["Backend"]
 class Backend(Protocol):
     """One rank. Collective: every rank calls the same methods in the same order."""
 
-    def init(self, model: Path, config: BackendConfig, *, rank: int, world: int) -> None:
+    def init(self, model: Path, config: BackendConfig, *, rank: int, world: int, seed: int = 0) -> None:
         """Load a Hugging Face model directory and shard it."""
         ...
 
@@ -23,7 +23,7 @@ class Backend(Protocol):
         ...
 
     def step(self, batches: Sequence[Sequence[Row]], spec: StepSpec, optim: OptimConfig) -> dict[str, float]:
-        """Forward, backward, clip, update. A new `optim` starts a new optimizer. Global metrics on every rank."""
+        """Forward, backward, clip, update; global metrics. Another loss or kind of optimizer starts a new one."""
         ...
 
     def weights(self, since: WeightVersion | None = None) -> Iterator[tuple[str, Any]]:

@@ -54,7 +54,7 @@ def build_batch(
         "staleness/mean": sum(ages) / len(ages) if ages else 0.0,
         "staleness/max": float(max(ages, default=0)),
     }
-    scaled = normalize(rows, owned_of, unit=unit, constant=constant)
+    scaled = normalize(rows, owned_of, unit=unit, constant=constant, groups=len(groups))
     live = [row for row in scaled if row.advantage != 0.0]
     return Batch(rows=live, flat=[row for row in scaled if row.advantage == 0.0], metrics=metrics)
 
@@ -75,7 +75,14 @@ def logprob_difference(
     return {"logprob_diff/tokens": float(len(diffs)), "logprob_diff/mean": mean, "logprob_diff/max": max(diffs)}
 
 
-def normalize(rows: Sequence[Row], owned_of: dict[str, int], *, unit: LossUnit, constant: float = 1.0) -> list[Row]:
+def normalize(
+    rows: Sequence[Row],
+    owned_of: dict[str, int],
+    *,
+    unit: LossUnit,
+    constant: float = 1.0,
+    groups: int | None = None,
+) -> list[Row]:
     """Set each row's `scale`: the one place that divides. Denominators come from ownership alone.
 
     episode : 1/N * sum_r 1/n_r * sum_t l_t, with n_r the owned tokens of episode r over all its rows
@@ -83,7 +90,8 @@ def normalize(rows: Sequence[Row], owned_of: dict[str, int], *, unit: LossUnit, 
     group   : 1/G * sum_g 1/(sum_{r in g} n_r) * sum_t l_t
     constant: 1/(N * constant) * sum_t l_t
 
-    `owned_of` names every episode admitted to the step, also those without a row.
+    `owned_of` names every episode admitted to the step, also those without a row; `groups` is G (default: those with
+    rows).
     """
     episodes, total = max(1, len(owned_of)), max(1, sum(owned_of.values()))
     of_group: Counter[str] = Counter()
@@ -96,7 +104,7 @@ def normalize(rows: Sequence[Row], owned_of: dict[str, int], *, unit: LossUnit, 
         if unit == "token":
             return 1.0 / total
         if unit == "group":
-            return 1.0 / (max(1, len(of_group)) * max(1, of_group[row.group]))
+            return 1.0 / (max(1, groups or len(of_group)) * max(1, of_group[row.group]))
         return 1.0 / (episodes * constant)
 
     return [replace(row, scale=scale(row)) for row in rows]

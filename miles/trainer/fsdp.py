@@ -30,10 +30,10 @@ __all__ = ["FsdpBackend"]
 class FsdpBackend:
     """One rank. The process group must be up before `init`."""
 
-    def init(self, model: Path, config: BackendConfig, *, rank: int, world: int) -> None:
+    def init(self, model: Path, config: BackendConfig, *, rank: int, world: int, seed: int = 0) -> None:
         disable_progress_bar()
         torch.set_num_threads(config.threads)
-        torch.manual_seed(config.seed)
+        torch.manual_seed(seed)
         self.config, self.rank, self.world = config, rank, world
         cuda = torch.cuda.is_available()
         self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank))) if cuda else torch.device("cpu")
@@ -49,6 +49,7 @@ class FsdpBackend:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         fully_shard(self.model, mesh=mesh, mp_policy=policy)
         self.optimizer: Optimizer | None = None
+        self._phase = ""  # the loss that the optimizer's moments belong to
 
     def score(self, batches: Sequence[Sequence[Row]], *, temperature: float) -> list[list[list[float]]]:
         self.model.eval()
@@ -60,8 +61,10 @@ class FsdpBackend:
         return scores
 
     def step(self, batches: Sequence[Sequence[Row]], spec: StepSpec, optim: OptimConfig) -> dict[str, float]:
-        if self.optimizer is None or self.optimizer.config != optim:
-            self.optimizer = Optimizer(self.model.named_parameters(), optim)
+        if self.optimizer is None or (self._phase, self.optimizer.config.kind) != (spec.loss, optim.kind):
+            self.optimizer, self._phase = Optimizer(self.model.named_parameters(), optim), spec.loss
+        elif self.optimizer.config != optim:
+            self.optimizer.adjust(optim)
         self.model.train()
         sums: dict[str, float] = {}
         diff_max = 0.0
@@ -151,7 +154,7 @@ class FsdpBackend:
         save_sharded(self._state(), checkpoint_id=str(directory / "dcp"))
         extra: dict[str, Any] = {"rng": torch.get_rng_state()}
         if self.optimizer is not None:
-            extra |= {"optim": self.optimizer.config.model_dump(), "steps": self.optimizer.steps}
+            extra |= {"optim": self.optimizer.config.model_dump(), "steps": self.optimizer.steps, "phase": self._phase}
         torch.save(extra, directory / f"rank{self.rank}.pt")
 
     def load(self, directory: Path) -> None:
@@ -159,8 +162,9 @@ class FsdpBackend:
         extra = torch.load(mine if mine.exists() else directory / "rank0.pt", weights_only=True)
         if "optim" in extra:
             self.optimizer = Optimizer(self.model.named_parameters(), OptimConfig(**extra["optim"]))
-            self.optimizer.steps = extra["steps"]
-            _fill(self.optimizer)
+            self.optimizer.steps, self._phase = extra["steps"], extra["phase"]
+            if self.optimizer.steps:  # moments exist from the first update on
+                _fill(self.optimizer)
         try:
             state = self._state()
             load_sharded(state, checkpoint_id=str(directory / "dcp"))

@@ -182,6 +182,8 @@ class Driver:
 
     async def _take(self) -> list[Group] | None:
         """The next step's groups; None when the run was told to stop."""
+        if self.stop.is_set():  # groups may be waiting already: the wish to stop comes first
+            return None
         groups: list[Group] | None = await self._unless_stopped(self._source.take(self._groups_per_step))
         return groups
 

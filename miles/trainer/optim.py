@@ -45,6 +45,15 @@ class Optimizer:
         self.steps += 1
         return lr
 
+    def adjust(self, config: OptimConfig) -> None:
+        """Go on with other settings and the same moments; the kind must stay."""
+        self.config = config
+        for part in self.parts:
+            for group in part.param_groups:
+                group["weight_decay"] = config.weight_decay
+                if "betas" in group:
+                    group["betas"] = (config.beta1, config.beta2)
+
     def zero_grad(self) -> None:
         for part in self.parts:
             part.zero_grad(set_to_none=True)

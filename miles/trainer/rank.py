@@ -32,14 +32,14 @@ class TrainerRank:
     """One rank of the trainer; its methods are called on all ranks together."""
 
     def __init__(
-        self, *, model: str, backend: str, config: BackendConfig, rank: int, world: int, rendezvous: str
+        self, *, model: str, backend: str, config: BackendConfig, rank: int, world: int, rendezvous: str, seed: int = 0
     ) -> None:
         os.environ["LOCAL_RANK"] = str(rank)
         kind = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "cpu:gloo"
         dist.init_process_group(kind, init_method=f"file://{rendezvous}", rank=rank, world_size=world)
         self._source, self._rank = Path(model), rank
         self._backend: Backend = resolve("trainers", backend)()
-        self._backend.init(self._source, config, rank=rank, world=world)
+        self._backend.init(self._source, config, rank=rank, world=world, seed=seed)
 
     def step(self, batches: Sequence[Sequence[Row]], spec: StepSpec, optim: OptimConfig) -> dict[str, float]:
         """One optimizer step on this rank's micro-batches; the same metrics on every rank."""

@@ -57,8 +57,6 @@ class BackendConfig(Config):
     """Padded tokens of one forward pass."""
     threads: int = Field(1, gt=0)
     """CPU threads of a rank."""
-    seed: int = 0
-    """Seed of every rank's generators."""
 
 
 class StepSpec(Config):

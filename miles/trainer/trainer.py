@@ -52,11 +52,12 @@ class _OwnProcess:
 class Trainer:
     """Steps, scores, publishes and saves. Use as an async context manager."""
 
-    def __init__(self, model: Path, log_dir: Path, config: TrainerConfig | None = None) -> None:
+    def __init__(self, model: Path, log_dir: Path, config: TrainerConfig | None = None, *, seed: int = 0) -> None:
         self.config = config or TrainerConfig()
-        self._model, self._log_dir = model, log_dir
+        self._model, self._log_dir, self._seed = model, log_dir, seed
         self._ranks: list[_Rank] = []
         self._scratch = Path()
+        self._broken = False
 
     async def __aenter__(self) -> "Trainer":
         self._scratch = scratch_folder("trainer")
@@ -116,7 +117,9 @@ class Trainer:
         return micro_batches(rows, ranks=len(self._ranks), tokens=budget)
 
     async def _call(self, method: str, each: Sequence[dict[str, Any]] | None = None, **same: Any) -> list[Any]:
-        """Call a collective on every rank. One dead rank would hang the others, so the first failure ends all."""
+        """Call a collective on every rank. A failed rank would hang the others, so the first failure ends them all."""
+        if self._broken:
+            raise TrainerError("a trainer rank failed before; resume from the newest checkpoint")
         each = each or [{} for _ in self._ranks]
         calls = [asyncio.ensure_future(r.call(method, **own, **same)) for r, own in zip(self._ranks, each, strict=True)]
         try:
@@ -124,6 +127,9 @@ class Trainer:
         except BaseException:
             for call in calls:
                 call.cancel()
+            if len(self._ranks) > 1:
+                self._broken = True
+                await asyncio.gather(*(rank.close(grace_s=0) for rank in self._ranks))
             raise
 
     async def _spawn(self) -> list[_Rank]:
@@ -131,6 +137,7 @@ class Trainer:
             "model": str(self._model),
             "backend": self.config.backend,
             "config": self.config.compute,
+            "seed": self._seed,
             "rendezvous": str(self._scratch / "rendezvous"),
         }
         if self.config.ranks == 0:

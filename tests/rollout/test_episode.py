@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import math
+import sys
 import time
 
 import pytest
@@ -226,15 +227,68 @@ async def meets_an_env_bug(context):
     raise EnvError("nan reward")
 
 
+async def swallows_an_engine_failure(context):
+    with contextlib.suppress(Exception):
+        await ask_once(context)
+
+
 @pytest.mark.parametrize(("agent", "reason"), [(loses_its_sandbox, "sandbox"), (meets_an_env_bug, "env_step_failed")])
 async def test_infrastructure_is_never_the_policys_fault(play, agent, reason):
     episode = await play(agent)
     assert (type(episode.outcome), episode.outcome.reason) == (Discarded, reason)
 
 
+async def test_an_engine_failure_that_the_agent_hides_is_still_one(play):
+    episode = await play(swallows_an_engine_failure, script=[EngineLost("gone")])
+    assert (type(episode.outcome), episode.outcome.reason) == (Discarded, "engine")
+
+
+async def steps(context):
+    await ask_once(context)
+    await context.env.step("x")
+
+
+async def test_a_bug_in_the_environments_step_is_not_the_policys(play):
+    episode = await play(steps, taskset=Tasks(env_with(step=raising(KeyError("bug")))))
+    assert (type(episode.outcome), episode.outcome.reason) == (Discarded, "env_step_failed")
+    assert "KeyError: 'bug'" in episode.outcome.detail
+
+
+async def exits(context):
+    await ask_once(context)
+    sys.exit(0)
+
+
+async def cancels_itself(context):
+    await ask_once(context)
+    raise asyncio.CancelledError
+
+
+async def test_an_agent_cannot_end_the_run_by_exiting_or_cancelling(play):
+    for agent in (exits, cancels_itself):
+        assert (await play(agent)).outcome.reason == "agent_crashed"
+    episode = await play(taskset=Tasks(env_with(score=raising(SystemExit(1)))))
+    assert (type(episode.outcome), episode.outcome.reason) == (Discarded, "score_failed")
+
+
+async def test_scoring_keeps_its_share_of_the_wall_clock(play):
+    task = Task(id="t", prompt=(USER,), limits=Limits(wall_s=1.0))
+    episode = await play(never_exits, taskset=Tasks(on_agent_failure="score"), task=task)
+    assert episode.outcome == Scored(reward=1.0)
+
+
+async def test_a_slow_clean_up_does_not_take_back_a_score(play):
+    async def slow(self):
+        await asyncio.sleep(6.5)
+
+    task = Task(id="t", prompt=(USER,), limits=Limits(wall_s=1.0))
+    episode = await play(taskset=Tasks(env_with(close=slow)), task=task)
+    assert episode.outcome == Scored(reward=1.0)
+
+
 async def test_a_lost_engine_discards_the_episode(play):
     episode = await play(ask_once, script=[EngineLost("gone")])
-    assert episode.outcome == Discarded(reason="engine", detail="gone")
+    assert (episode.outcome.reason, episode.outcome.detail) == ("engine", "EngineLost: gone")
 
 
 async def test_a_deadline_that_passes_while_the_engine_works_is_not_the_agents(play):

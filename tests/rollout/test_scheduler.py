@@ -160,7 +160,8 @@ async def test_a_straggler_that_became_too_old_is_retried_or_kept_or_dropped(rol
         rollout.advance(1)  # nobody took the groups of version 0 while it was current
         groups = await asyncio.wait_for(rollout.take(2), 2)
         await settle()
-        assert (sorted(g.seq for g in groups), rollout.state()["pending"]) == (taken, pending)
+        seqs = sorted(g.seq for g in groups)
+        assert (seqs, rollout.state()["pending"]) == (taken, sorted(taken + pending))
         await rollout.close()
 
 
@@ -200,6 +201,7 @@ async def test_the_order_of_tasks_is_the_same_however_often_it_is_interrupted(ro
         runner.version = version
         part = rollout_of(runner, n_tasks=5, max_staleness=1, state=state, version=version)
         seen += [(g.seq, g.task_id) for g in await part.take(2)]
+        part.advance(version + 1)
         state = part.state()
         await part.close()
     assert sorted(seen) == sorted(expected)
@@ -218,9 +220,32 @@ async def test_what_take_was_cancelled_with_is_not_lost(rollout_of):
     assert len(await rollout.take(2)) == 2
 
 
+async def test_groups_that_a_failed_step_was_given_are_run_again_on_resume(rollout_of):
+    rollout = rollout_of(Runner(), max_staleness=0)
+    given = [g.seq for g in await rollout.take(2)]
+    assert (given, rollout.state()) == ([0, 1], {"next": 2, "pending": [0, 1]})
+    rollout.advance(1)
+    assert 0 not in rollout.state()["pending"]
+
+
+async def test_an_episode_that_cancels_itself_stops_the_run_instead_of_hanging_it(rollout_of):
+    class Cancels(Runner):
+        async def run(self, job):
+            raise asyncio.CancelledError
+
+    with pytest.raises(RunError, match="cancelled from within"):
+        await asyncio.wait_for(rollout_of(Cancels()).take(2), 2)
+
+
+async def test_one_engine_death_does_not_end_the_run(rollout_of):
+    outcomes = [Discarded(reason="engine")] * 64
+    rollout = rollout_of(Runner(outcomes), max_episodes=64, max_staleness=15, discard_limit=64)
+    assert len(await asyncio.wait_for(rollout.take(2), 2)) == 2
+
+
 async def test_endless_discards_stop_the_run_with_the_reason(rollout_of):
     outcomes = [Discarded(reason="sandbox", detail="no space left")] * 100
-    rollout = rollout_of(Runner(outcomes), discard_limit=10)
+    rollout = rollout_of(Runner(outcomes), discard_limit=10, retries=1)
     with pytest.raises(RunError, match="10 episodes in a row were discarded, last for 'sandbox': no space left"):
         await asyncio.wait_for(rollout.take(2), 2)
 

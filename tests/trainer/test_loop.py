@@ -167,6 +167,16 @@ async def test_told_to_stop_it_finishes_the_step_and_no_more(drive):
     assert read_state(folder.checkpoints()[-1])["step"] == 2
 
 
+async def test_the_wish_to_stop_comes_before_groups_that_wait_already(drive):
+    driver, sink, *_ = drive(Source(), steps=500)
+    running = asyncio.create_task(driver.train())
+    while len(sink.versions) < 3:  # noqa: ASYNC110  the sink tells nobody
+        await asyncio.sleep(0.005)
+    driver.stop.set()
+    await asyncio.wait_for(running, 5)
+    assert driver.step < 10
+
+
 async def test_resumed_it_goes_on_to_the_same_last_step(drive):
     driver, sink, evaluator, *_ = drive(Source(state={"taken": 4}), step=2, steps=3)
     await driver.train()

@@ -212,6 +212,20 @@ async def test_a_dead_rank_ends_the_step_and_names_its_log(model, tmp_path):
         os.kill(trainer._ranks[1].pid, signal.SIGKILL)
         with pytest.raises(TrainerError, match=r"trainer rank 1 .*trainer-1\.log|trainer rank 0"):
             await trainer.step(scaled(rows_of(0)), POLICY, OPTIM)
+        with pytest.raises(TrainerError, match="resume from the newest checkpoint"):
+            await trainer.save(tmp_path / "saved")
+
+
+async def test_other_settings_keep_the_optimizers_moments(model, tmp_path):
+    async with Trainer(model, tmp_path, TrainerConfig(ranks=0)) as trainer:
+        await trainer.step(scaled(rows_of(0)), POLICY, OPTIM)
+        inner = trainer._ranks[0]._rank._backend
+        first = inner.optimizer
+        await trainer.step(scaled(rows_of(1)), POLICY, OptimConfig(lr=5e-4))
+        assert inner.optimizer is first
+        assert (first.steps, first.config.lr) == (2, 5e-4)
+        await trainer.step(scaled(rows_of(1)), StepSpec(loss="sft"), OptimConfig(lr=5e-4))
+        assert inner.optimizer is not first
 
 
 async def test_an_exported_model_is_a_hugging_face_directory_with_its_tokenizer(model, tmp_path):

@@ -12,7 +12,11 @@ OnTokens = Callable[[tuple[int, ...]], None]
 
 
 class Engine(Protocol):
-    """Token ids in, token ids out, with logprobs and the weight version of every sampled token."""
+    """Token ids in, token ids out, with logprobs and the weight version of every sampled token.
+
+    A class named in a recipe is made as `cls(model_directory, temperature=…, seed=…)`; logprobs are those of the
+    distribution that was sampled, temperature included.
+    """
 
     @property
     def version(self) -> WeightVersion:

@@ -6,6 +6,7 @@ are prefilled again under the new weights, so that every sampled token's logprob
 the version it carries. Mode `keep` goes on with the old keys and values, as SGLang's in-place mode.
 """
 
+import os
 import threading
 import time
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.utils.logging import disable_progress_bar
 
-from miles.errors import EngineError
+from miles.errors import EngineError, EngineLost
 from miles.processes import Reply, deferred
 from miles.types import Finish, Generated
 
@@ -50,13 +51,14 @@ class ContinuousEngine:
         on_update: str = "recompute",
         threads: int = 1,
         seed: int = 0,
+        exit_when_dead: bool = False,
     ) -> None:
         disable_progress_bar()
         torch.set_num_threads(threads)
         torch.manual_seed(seed)
         if isinstance(model, str | Path):
             model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa")
-        self._model = model
+        self._model, self._exit_when_dead = model, exit_when_dead
         self._version = version
         self._on_update = on_update
         self._updates = [(0.0, version)]
@@ -165,6 +167,8 @@ class ContinuousEngine:
                 self._answer(output)
             elif not self._manager.is_running():
                 self._fail_all()
+                if self._exit_when_dead:  # the client sees a lost engine and starts another process
+                    os._exit(1)
                 return
 
     def _answer(self, output: Any) -> None:
@@ -178,7 +182,10 @@ class ContinuousEngine:
         elif not done:
             pending.reply(tuple(output.generated_tokens), last=False)
         else:
-            pending.reply(self._generated(output, pending))
+            try:
+                pending.reply(self._generated(output, pending))
+            except (ValueError, IndexError) as error:
+                pending.reply(error=EngineError(f"the batching loop returned uneven lists: {error}"))
 
     def _generated(self, output: Any, pending: _Pending) -> Generated:
         ids = tuple(output.generated_tokens)
@@ -199,7 +206,7 @@ class ContinuousEngine:
         with self._lock:
             pending, self._pending = self._pending, {}
         for item in pending.values():
-            item.reply(error=EngineError("the batching loop ended; see the engine's log"))
+            item.reply(error=EngineLost("the batching loop ended; see the engine's log"))
 
     def close(self) -> None:
         """Stop the loop and the dispatcher."""

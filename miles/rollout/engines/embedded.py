@@ -1,6 +1,7 @@
 """The embedded engine: continuous batching in its own process, for laptops, tests and small models."""
 
 import asyncio
+import contextlib
 import itertools
 import logging
 from pathlib import Path
@@ -17,6 +18,7 @@ from miles.types import Generated, GenerateRequest, Weights, WeightVersion
 __all__ = ["EmbeddedConfig", "EmbeddedEngine", "context_length_of"]
 
 log = logging.getLogger(__name__)
+_ABORT_S = 5.0  # an engine that does not even take an abort is not waited for
 
 
 class EmbeddedConfig(Config):
@@ -28,8 +30,8 @@ class EmbeddedConfig(Config):
     """Tokens of one forward pass, prefill included."""
     page_size: int = Field(16, ge=4)
     """Tokens of one cache page, the unit of prefix sharing."""
-    cache_tokens: int = 32_768
-    """Tokens of keys and values kept."""
+    cache_tokens: int = Field(32_768, gt=1024)
+    """Tokens of keys and values kept; one conversation cannot be longer than this less max_batch_tokens."""
     on_update: Literal["recompute", "keep"] = "recompute"
     """Requests in flight at a weight update: prefill again under the new weights, or keep old keys and values."""
     threads: int = Field(1, gt=0)
@@ -58,7 +60,7 @@ class EmbeddedEngine:
         self._worker: Worker | None = None
         self._starting: asyncio.Task[Worker] | None = None
         self._ids = itertools.count()
-        self._context_length = context_length_of(model)
+        self._context_length = min(context_length_of(model), self.config.cache_tokens - self.config.max_batch_tokens)
 
     @property
     def version(self) -> WeightVersion:
@@ -92,7 +94,8 @@ class EmbeddedEngine:
             generated: Generated = await call
         except asyncio.CancelledError:
             if not worker.ended.is_set():
-                await asyncio.shield(worker.call("abort", id=engine_id))
+                with contextlib.suppress(TimeoutError, EngineError):
+                    await asyncio.wait_for(worker.call("abort", id=engine_id), _ABORT_S)
             raise
         return generated
 
@@ -132,18 +135,33 @@ class EmbeddedEngine:
                 f"the embedded engine died {self.deaths} times; read {self._log_dir / 'engine.log'} "
                 "and raise engine.embedded.restarts only if the cause is known"
             )
-        settings = self.config.model_dump(exclude={"restarts"})
+        settings = {
+            "temperature": self._temperature,
+            "seed": self._seed,
+            **self.config.model_dump(exclude={"restarts"}),
+        }
         worker = await Worker.start(
             "miles.rollout.engines.continuous:ContinuousEngine",
-            {"model": str(self._model), "temperature": self._temperature, "seed": self._seed, **settings},
+            {
+                "model": str(self._model),
+                "temperature": self._temperature,
+                "seed": self._seed,
+                "exit_when_dead": True,
+                **settings,
+            },
             name="embedded engine",
             log=self._log_dir / "engine.log",
             failed=EngineError,
             lost=EngineLost,
             env={"OMP_NUM_THREADS": str(self.config.threads)},
         )
-        if self._weights.directory is not None:
-            await worker.call("load_directory", directory=str(self._weights.directory), version=self.version)
+        try:
+            if self._weights.directory is not None:
+                await worker.call("load_directory", directory=str(self._weights.directory), version=self.version)
+        except BaseException:
+            self.deaths += 1
+            await worker.close(grace_s=0)
+            raise
         self._worker = worker
         return worker
 

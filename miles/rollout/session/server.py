@@ -136,7 +136,7 @@ class SessionServer:
             limits=limits,
             max_tokens=self._max_tokens,
             grace_s=self.config.grace_s,
-            ttl_s=self.config.ttl_s,
+            ttl_s=max(self.config.ttl_s, 1.1 * limits.wall_s if limits else 0.0),
             in_flight=self.config.in_flight,
         )
         self._sessions[session.id] = session

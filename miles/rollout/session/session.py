@@ -114,7 +114,7 @@ class Session:
         self.id = secrets.token_urlsafe(12)
         self.key = f"sk-miles-{secrets.token_urlsafe(24)}"
         self.expires = time.monotonic() + ttl_s
-        self.engine_failure: str | None = None
+        self._failed: dict[bytes, str] = {}  # request key -> why its generation failed, until it succeeds
         self.refused: dict[str, int] = {}
         self._engine, self._rendering = engine, rendering
         self._limits = limits or Limits()
@@ -123,8 +123,13 @@ class Session:
         self._after: dict[bytes, int] = {}  # conversation key after a turn's answer -> newest such turn
         self._same: dict[bytes, list[int]] = {}  # request key -> turns that answered exactly this request
         self._flights: dict[bytes, _Flight] = {}
-        self._sampled = 0
+        self._sampled = self._reserved = 0
         self._ended = False
+
+    @property
+    def engine_failure(self) -> str | None:
+        """Why a model call failed that never succeeded afterwards; None when there is none."""
+        return next(iter(self._failed.values()), None)
 
     @property
     def waiting_for_engine(self) -> bool:
@@ -199,27 +204,33 @@ class Session:
         self, request: ChatRequest, keys: list[bytes], on_tokens: Callable[[tuple[int, ...]], None] | None
     ) -> Completion:
         plan = await self._plan(request, keys)
+        self._reserved += plan.max_tokens  # parallel calls share one budget
         try:
-            generated = await self._engine.generate(self._ask(plan), on_tokens)
-            _check(generated)
+            return await self._generate(request, plan, keys, on_tokens)
         except asyncio.CancelledError:
             if not self._ended:
                 self._commit_aborted(plan)
             raise
-        except EngineError as error:
-            self.engine_failure = str(error)
+        finally:
+            self._reserved -= plan.max_tokens
+
+    async def _generate(
+        self,
+        request: ChatRequest,
+        plan: _Plan,
+        keys: list[bytes],
+        on_tokens: Callable[[tuple[int, ...]], None] | None,
+    ) -> Completion:
+        try:
+            generated = await self._engine.generate(self._ask(plan), on_tokens)
+            _check(generated)
+            tools, ids = list(request.tools), list(generated.output_ids)
+            parsed = await self._offload(len(ids) * 4, self._rendering.parse, ids, tools, plan.prompt_ids)
+        except Exception as error:  # engine or parser: whatever the client makes of it, it is not the policy's fault
+            self._failed[plan.request_key] = f"{type(error).__name__}: {error}"
             raise
-        self.engine_failure = None
-        tools = list(request.tools)
-        parsed = await self._offload(
-            len(generated.output_ids) * 4,
-            self._rendering.parse,
-            list(generated.output_ids),
-            tools,
-            plan.prompt_ids,
-        )
-        if self._ended:
-            self._refuse_if_ended()
+        self._failed.pop(plan.request_key, None)
+        self._refuse_if_ended()
         if generated.finish is Finish.ABORT:
             self._commit_aborted(plan)
             raise SessionError("the engine aborted the generation; send the request again", status=503, code="aborted")
@@ -262,7 +273,7 @@ class Session:
 
     def _room(self, request: ChatRequest, prompt_tokens: int) -> int:
         limit = self._engine.context_length
-        left = self._limits.tokens - self._sampled
+        left = self._limits.tokens - self._sampled - self._reserved
         if prompt_tokens >= limit:
             raise ContextOverflow(prompt_tokens, limit)
         if left <= 0:
@@ -303,6 +314,7 @@ class Session:
         """The client went on from `parent`: older answers to the same request are superseded."""
         record = self._records[parent]
         record.continued = record.delivered = True
+        record.superseded = False
         for other in self._same[record.request_key]:
             if other < parent and not self._records[other].continued:
                 self._records[other].superseded = True
@@ -381,11 +393,12 @@ class Session:
 
     def transcript(self) -> Transcript:
         """Messages of the path to the newest turn: what scoring reads."""
-        if not self._records:
+        answered = [record.id for record in self._records if record.generated.finish is not Finish.ABORT]
+        if not answered:
             return Transcript(messages=(), final_text="", turns=0)
-        path = self.tree().path(len(self._records) - 1)
+        path = self.tree().path(answered[-1])
         messages = tuple(m for turn in path for m in (*turn.messages, turn.message))
-        return Transcript(messages=messages, final_text=path[-1].message.get("content") or "", turns=len(self._records))
+        return Transcript(messages=messages, final_text=path[-1].message.get("content") or "", turns=len(answered))
 
 
 def _turn(record: _Record) -> Turn:

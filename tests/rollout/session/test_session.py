@@ -125,7 +125,7 @@ async def test_a_failed_attempt_is_not_remembered(session_of):
     session, _ = session_of([EngineError("boom"), "answer 1"])
     with pytest.raises(EngineError, match="boom"):
         await session.complete(ask(USER))
-    assert session.engine_failure == "boom"
+    assert session.engine_failure == "EngineError: boom"
     await told(session, USER)
     assert session.engine_failure is None
     assert [turn.edge for turn in (await session.close()).turns] == [Edge.ROOT]
