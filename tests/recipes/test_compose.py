@@ -137,21 +137,29 @@ def test_a_recipe_may_name_its_own_rollout_layer(tmp_path):
     assert folder.metrics("step")[0]["outcome/scored"] == 4
 
 
+README = (Path(__file__).parents[2] / "README.md").read_text()
+EXAMPLES = [block.partition("```")[0] for block in README.split("```python\n")[1:]]
+
+
 @pytest.mark.slow
-def test_an_agent_in_the_users_own_folder_is_found_by_the_command(tmp_path):
-    (tmp_path / "mine.py").write_text(AGENT)
-    script = Path(sys.executable).with_name("miles")
-    command = [script, "launch", "--dry-run", "quickstart", "harness.name=mine:agent", *SMALL]
-    dry = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (dry.returncode, 'name = "mine:agent"' in dry.stdout) == (0, True), dry.stderr
-    command.remove("--dry-run")
+@pytest.mark.parametrize("code", EXAMPLES, ids=["agent", "generation", "rollout"])
+def test_the_readmes_examples_run_as_they_stand_in_the_users_own_folder(tmp_path, code):
+    (tmp_path / "mine.py").write_text(code)
+    command = [Path(sys.executable).with_name("miles"), *code.splitlines()[0].split()[2:], *SMALL]
+    dry = subprocess.run([*command, "--dry-run"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (dry.returncode, '"mine:' in dry.stdout) == (0, True), dry.stderr
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    (run,) = (tmp_path / "runs").iterdir()
-    assert {e.outcome.kind for e in RunFolder(run).episodes("train-*")} == {"scored"}
+    (run,) = (RunFolder(path) for path in (tmp_path / "runs").iterdir())
+    assert {e.outcome.kind for e in run.episodes("train-*")} == {"scored"}
+    assert sum(len(e.tree.turns) for e in run.episodes("train-*")) > 0
 
 
-AGENT = (Path(__file__).parents[2] / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
+def test_the_readmes_examples_have_ten_lines_each_and_its_output_comes_first():
+    bodies = [[line for line in code.splitlines() if line.strip() and line[0] not in "#fi"] for code in EXAMPLES]
+    assert all(len(body) <= 10 for body in bodies)
+    assert "held-out success" in "".join(README.splitlines(keepends=True)[:25])
+    assert "@@" not in README
 
 
 class Run:
