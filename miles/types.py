@@ -103,7 +103,8 @@ class Turn:
 
     `prompt_ids` are the tokens between the parent's last output token and this turn's first
     (the whole prompt for a root). `output_ids`, `logprobs` and `versions` have equal length;
-    a logprob is None where the engine could not give one, and such a token is never trained.
+    a logprob is None where the engine could not give one, and such a token is never trained. `asked` is what
+    the client wished of sampling; the recipe decides.
     """
 
     id: int
@@ -118,6 +119,7 @@ class Turn:
     finish: Finish
     trainable: bool = True
     note: str = ""
+    asked: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,7 +251,10 @@ class Env(Protocol):
     """The rules and the reward of one Task. Made anew for every episode."""
 
     async def reset(self) -> Observation: ...
-    async def step(self, action: str) -> Step: ...
+    async def step(self, action: str) -> Step:
+        """One action: the text given to `act`, or {"name", "arguments"} as JSON for any other tool that was offered."""
+        ...
+
     async def score(self, transcript: Transcript) -> Score: ...
     async def close(self) -> None: ...
 

@@ -32,7 +32,7 @@ def function_lengths():
     for path in [*FILES, *(ROOT / "benchmarks").glob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                yield f"{path.name}:{node.name}", node.end_lineno - node.lineno + 1
+                yield f"{path}:{node.lineno}:{node.name}", node.end_lineno - node.lineno + 1
 
 
 def test_functions_fit_on_a_screen():

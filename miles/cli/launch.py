@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import logging
 import sys
+from pathlib import Path
 
 from miles.cli.progress import make_reporter
 from miles.config import apply_overrides, build, dump_toml, read_toml
@@ -23,7 +24,8 @@ def launch(options: argparse.Namespace) -> int:
         overrides = [text for text in (options.recipe, *options.overrides) if text is not None]
         if overrides and "=" not in overrides[0]:
             raise ConfigError("give either a recipe or --resume RUN: a resumed run keeps its own recipe")
-        folder = RunFolder.open(options.resume)
+        named = Path("runs") / options.resume  # a name, as `miles runs list` shows it
+        folder = RunFolder.open(named if (named / "config.toml").is_file() else options.resume)
         config = build(RunConfig, apply_overrides(RunConfig, read_toml(folder.config), overrides))
     elif options.recipe is not None and "=" not in options.recipe:
         config = load_recipe(options.recipe, options.overrides)

@@ -12,7 +12,7 @@ from pydantic import Field
 from miles.config import Config
 from miles.envs.base import ACT_TOOL, BaseEnv, Taskset
 from miles.envs.toy import GuessNumber, GuessNumberTaskset
-from miles.errors import EnvError
+from miles.errors import ConfigError, EnvError
 from miles.sandboxes.base import Sandbox
 from miles.types import Env, Observation, Score, Step, Task, Transcript
 
@@ -36,6 +36,11 @@ class GymnasiumTaskset(Taskset):
     config_class = GymnasiumConfig
 
     def __init__(self, config: GymnasiumConfig, make: Callable[[], "gymnasium.Env[Any, Any]"] | None = None) -> None:
+        if make is None:
+            try:
+                gymnasium.spec(config.id)
+            except gymnasium.error.Error as error:
+                raise ConfigError(f"gymnasium does not know env.settings.id={config.id}: {error}") from error
         self.name, self._count = config.id, config.count
         self._make = make or (lambda: gymnasium.make(config.id, **config.kwargs))
 

@@ -3,11 +3,14 @@
 import random
 from collections.abc import Sequence
 
+from pydantic import Field
+
+from miles.config import Config
 from miles.envs.base import ACT_TOOL, BaseEnv, Taskset
 from miles.sandboxes.base import Sandbox
 from miles.types import Env, Observation, Score, Step, Task, Transcript
 
-__all__ = ["GuessNumber", "GuessNumberTaskset"]
+__all__ = ["GuessNumber", "GuessNumberConfig", "GuessNumberTaskset"]
 
 
 class GuessNumber(BaseEnv):
@@ -39,13 +42,24 @@ class GuessNumber(BaseEnv):
         return Score(reward=self.reward, parts={"guesses": float(self.guesses)})
 
 
+class GuessNumberConfig(Config):
+    """Sizes of the toy."""
+
+    highest: int = Field(100, gt=0)
+    """Numbers go from 1 to this."""
+    count: int = Field(256, gt=0)
+    """Tasks of each split."""
+
+
 class GuessNumberTaskset(Taskset):
     """Numbers from 1 to `highest`, seven guesses."""
 
     name = "guess-number"
+    config_class = GuessNumberConfig
 
-    def __init__(self, highest: int = 100, count: int = 256) -> None:
-        self.highest, self.count = highest, count
+    def __init__(self, config: GuessNumberConfig | None = None) -> None:
+        config = config or GuessNumberConfig()
+        self.highest, self.count = config.highest, config.count
 
     def tasks(self, split: str) -> Sequence[Task]:
         return [self.task(split, seed) for seed in range(self.count)]

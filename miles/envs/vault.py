@@ -49,7 +49,7 @@ class VaultConfig(Config):
 
 
 class VaultTaskset(Taskset):
-    """Tasks `test/i` and `train/i` never share a random stream."""
+    """No task of the test split is also one of the train split."""
 
     name = "vault"
     config_class = VaultConfig
@@ -61,8 +61,14 @@ class VaultTaskset(Taskset):
         counts = {"train": self.config.train, "test": self.config.test}
         if split not in counts:
             raise ConfigError(f"env vault has no split {split!r}; it has train and test")
-        count = counts[split]
-        return [self._task(split, index) for index in range(count)]
+        if split == "train":
+            return [self._task(split, index) for index in range(counts[split])]
+        seen = {repr(task.data) for task in self.tasks("train")}
+        fresh = (task for task in map(self._held_out, itertools.count()) if repr(task.data) not in seen)
+        return list(itertools.islice(fresh, counts[split]))
+
+    def _held_out(self, index: int) -> Task:
+        return self._task("test", index)
 
     def _task(self, split: str, index: int) -> Task:
         rng = random.Random(f"{split}/{self.config.seed}/{index}")

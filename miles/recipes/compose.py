@@ -93,8 +93,12 @@ def check_plugins(config: RunConfig) -> Taskset:
         ("trainers", config.trainer.backend),
     ):
         resolve(kind, name)
+    if config.engine.name == "scripted":
+        raise ConfigError("the scripted engine plays given replies: name an instance of it as module:attr")
     if config.generation is not None:
-        resolve("harnesses", config.generation)
+        generate = resolve("harnesses", config.generation)
+        if isinstance(generate, type) or not callable(generate):
+            raise ConfigError(f"generation={config.generation} must name an `async def generate(context)`")
     else:
         as_harness(make_plugin("harnesses", config.harness.name, config.harness.settings))
     if config.model.path is not None:

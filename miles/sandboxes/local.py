@@ -17,6 +17,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from miles.errors import SandboxCreateFailed, SandboxError, SandboxLost, SandboxUnavailable
 from miles.processes import owner_tag
@@ -56,9 +57,9 @@ class LocalBackend:
     async def _probe(self) -> Capabilities:
         problem = await self._problem()
         if problem is None:
-            return Capabilities(
-                isolation="process", network_none=True, limits="hard" if self._cgroups else "best_effort"
-            )
+            notes = () if self._cgroups else ("no writable control groups: processes are not counted",)
+            limits: Literal["hard", "best_effort"] = "hard" if self._cgroups else "best_effort"
+            return Capabilities(isolation="process", network_none=True, limits=limits, notes=notes)
         if not self._allow_unisolated:
             raise SandboxUnavailable(
                 f"the local sandbox cannot isolate on this host: {problem}. Mend that, choose another backend "

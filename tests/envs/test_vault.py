@@ -18,6 +18,12 @@ def test_tasks_are_the_same_for_the_same_seed_and_splits_differ():
     assert len(set(ids)) == len(ids) == 4296
 
 
+def test_no_held_out_task_is_a_training_task():
+    train, test = ({repr(task.data) for task in VaultTaskset().tasks(split)} for split in ("train", "test"))
+    assert not train & test
+    assert len(VaultTaskset().tasks("test")) == 200
+
+
 def test_following_the_files_leads_to_the_key():
     for task in VaultTaskset().tasks("test"):
         word, name = task.prompt[0]["content"].split()

@@ -2,9 +2,11 @@
 
 import json
 import time
+from dataclasses import replace
 
 import pytest
 
+from miles.envs.base import ACT_TOOL
 from miles.envs.toy import GuessNumberTaskset
 from miles.errors import ConfigError, EngineError, EngineLost, HarnessError, SandboxLost
 from miles.harnesses.base import AgentContext, Endpoint, FunctionHarness, as_harness
@@ -20,11 +22,15 @@ def call(name, arguments):
     return f'<tool_call>\n{{"name": "{name}", "arguments": {text}}}\n</tool_call>'
 
 
+LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+TOOLS = {(): (ACT_TOOL,), ("look",): (LOOK,)}
+
+
 @pytest.fixture
 async def play(serve, engine_of):  # noqa: F811
     """Run react on GuessNumber (secret 36) with a script; returns (session tree, env)."""
 
-    async def make(script, sandbox=None, limits=None, config=None):
+    async def make(script, sandbox=None, limits=None, config=None, tools=()):
         taskset = GuessNumberTaskset()
         env = taskset.env(taskset.task("train", 30), sandbox)
         harness = ReactHarness(config)
@@ -33,7 +39,7 @@ async def play(serve, engine_of):  # noqa: F811
             context = AgentContext(
                 task=env.task,
                 env=env,
-                observation=await env.reset(),
+                observation=replace(await env.reset(), tools=TOOLS[tools]),
                 sandbox=sandbox,
                 endpoint=Endpoint(base_url=server.base_url(session), api_key=session.key),
                 deadline=time.monotonic() + 20,
@@ -61,6 +67,12 @@ async def test_it_plays_an_environment_of_steps_to_its_end(play):
     score = await env.score(Transcript(messages=(), final_text="", turns=2))
     assert score.reward == 1 / 3
     assert all(turn.trainable for turn in tree.turns)
+
+
+async def test_a_tool_of_the_environments_own_reaches_its_step_by_name(play):
+    tree, env = await play([call("look", {"at": "door"}), "done"], tools=("look",))
+    assert told(tree) == ["not a number"]
+    assert env.guesses == 1
 
 
 async def test_the_shell_runs_in_the_sandbox_and_tells_how_it_ended(play):

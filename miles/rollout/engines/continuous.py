@@ -70,6 +70,7 @@ class ContinuousEngine:
         batching = ContinuousBatchingConfig(
             return_logprobs=True,
             page_size=page_size,
+            allow_block_sharing=True,
             num_blocks=max(8, cache_tokens // page_size),
             max_batch_tokens=max_batch_tokens,
             max_requests_per_batch=max_batch_requests,

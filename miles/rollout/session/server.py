@@ -18,7 +18,7 @@ import uvicorn
 from pydantic import Field
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
@@ -243,7 +243,7 @@ class SessionServer:
         if int(request.headers.get("content-length") or 0) > limit:
             raise SessionError(f"the body is larger than {self.config.max_body_mib} MiB", status=413, code="too_large")
         body = bytearray()
-        async for piece in request.stream():
+        async for piece in _pieces(request):
             body += piece
             if len(body) > limit:
                 raise SessionError(
@@ -265,6 +265,14 @@ class _Progress:
     def tokens(self, ids: tuple[int, ...]) -> None:
         self.ids = ids
         self.event.set()
+
+
+async def _pieces(request: Request) -> AsyncIterator[bytes]:
+    try:
+        async for piece in request.stream():
+            yield piece
+    except ClientDisconnect:
+        raise SessionError("the client went away", status=499, code="client_closed") from None
 
 
 async def _gone(request: Request) -> None:

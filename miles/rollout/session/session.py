@@ -57,6 +57,7 @@ class _Record:
     prompt_ids: list[int]
     generated: Generated
     request_key: bytes
+    asked: dict[str, object]
     delivered: bool = False
     continued: bool = False
     superseded: bool = False
@@ -71,6 +72,7 @@ class _Plan:
     prompt_ids: list[int]
     request_key: bytes
     max_tokens: int
+    asked: dict[str, object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,6 +264,7 @@ class Session:
             prompt_ids=prompt_ids,
             request_key=keys[-1],
             max_tokens=self._room(request, len(prompt_ids)),
+            asked=request.asked,
         )
 
     def _edge(self, parent: int | None, keys: list[bytes]) -> Edge:
@@ -301,6 +304,7 @@ class Session:
                 prompt_ids=plan.added_ids,
                 generated=generated,
                 request_key=plan.request_key,
+                asked=plan.asked,
             )
         )
         self._sampled += len(generated.output_ids)
@@ -331,6 +335,7 @@ class Session:
                 prompt_ids=plan.added_ids,
                 generated=nothing,
                 request_key=plan.request_key,
+                asked=plan.asked,
             )
         )
 
@@ -422,6 +427,7 @@ def _turn(record: _Record) -> Turn:
         finish=record.generated.finish,
         trainable=not note,
         note=note,
+        asked=dict(record.asked),
     )
 
 

@@ -191,11 +191,13 @@ async def test_bodies_that_are_no_json_or_too_large(serve, engine_of):
 
 async def test_what_a_client_asks_of_sampling_is_recorded_not_obeyed(serve, engine_of):
     engine = engine_of(["answer 42"])
-    async with serve(engine) as server, client_of(server, server.open()) as client:
+    async with serve(engine) as server, client_of(server, session := server.open()) as client:
         reply = await client.chat.completions.create(
             model="m", messages=[USER], temperature=0, logprobs=False, top_logprobs=None, seed=1, max_tokens=9999
         )
     assert reply.choices[0].logprobs is None
+    asked = session.tree().turns[0].asked
+    assert asked == {"temperature": 0, "logprobs": False, "seed": 1}
     assert engine.requests[0].max_tokens == 256
 
 
