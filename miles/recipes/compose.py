@@ -127,7 +127,7 @@ async def _go(
                 if driver.step == 0 and driver.warmed < config.train.warm_start.steps:
                     await driver.warm_start(_demonstrations(config, taskset, parts.rendering))
                 await driver.train()
-            except Exception as error:
+            except Exception as error:  # whatever ended the run, a checkpoint is worth having
                 await _rescue(driver, folder, error)
                 raise
             await driver.save()

@@ -98,7 +98,7 @@ class _GuardedEnv:
             return await self._env.step(action)
         except SandboxError:
             raise
-        except Exception as error:
+        except Exception as error:  # the boundary to an environment's code
             raise EnvError(f"step({action!r}) failed: {traceback.format_exc()[-1500:]}") from error
 
     def __getattr__(self, name: str) -> Any:
@@ -362,5 +362,5 @@ def _scored(score: Any) -> Outcome:
 async def _close(env: Env) -> None:
     try:
         await asyncio.wait_for(env.close(), 10)
-    except Exception:
+    except Exception:  # the boundary to an environment's code
         log.warning("env.close() failed", exc_info=True)

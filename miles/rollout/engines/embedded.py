@@ -60,7 +60,7 @@ class EmbeddedEngine:
         self._worker: Worker | None = None
         self._starting: asyncio.Task[Worker] | None = None
         self._ids = itertools.count()
-        self._context_length = min(context_length_of(model), self.config.cache_tokens - self.config.max_batch_tokens)
+        self._context_length = context_length_of(model, self.config)
 
     @property
     def version(self) -> WeightVersion:
@@ -166,12 +166,12 @@ class EmbeddedEngine:
         return worker
 
 
-def context_length_of(model: Path) -> int:
-    """Longest sequence of a model directory; ConfigError when it is none."""
+def context_length_of(model: Path, settings: EmbeddedConfig) -> int:
+    """Longest sequence that the model and the cache both hold; ConfigError when `model` is no model directory."""
     import json
 
     path = model / "config.json"
     if not path.is_file():
         raise ConfigError(f"{model} is not a model directory: it has no config.json")
     config: dict[str, Any] = json.loads(path.read_text())
-    return int(config.get("max_position_embeddings") or 32_768)
+    return min(int(config.get("max_position_embeddings") or 32_768), settings.cache_tokens - settings.max_batch_tokens)

@@ -24,7 +24,7 @@ class InProcessEngine:
         self._version: WeightVersion = 0
         self._ids = itertools.count()
         self._core: Any = None
-        self._context_length = min(context_length_of(model), self.config.cache_tokens - self.config.max_batch_tokens)
+        self._context_length = context_length_of(model, self.config)
 
     @property
     def version(self) -> WeightVersion:
