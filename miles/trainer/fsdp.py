@@ -15,10 +15,10 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from miles.errors import TrainerError
+from miles.models import load_model
 from miles.trainer.losses import policy_loss, sft_loss, token_logprobs
 from miles.trainer.optim import Optimizer
 from miles.trainer.rows import Row
@@ -39,7 +39,7 @@ class FsdpBackend:
         self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank))) if cuda else torch.device("cpu")
         if cuda:
             torch.cuda.set_device(self.device)
-        self.model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa")
+        self.model: Any = load_model(model)
         self.model.config.use_cache = False
         self.model.to(self.device)
         mesh = init_device_mesh(self.device.type, (world,), mesh_dim_names=("dp",))

@@ -38,8 +38,12 @@ class TrainerRank:
         kind = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "cpu:gloo"
         dist.init_process_group(kind, init_method=f"file://{rendezvous}", rank=rank, world_size=world)
         self._source, self._rank = Path(model), rank
-        self._backend: Backend = resolve("trainers", backend)()
-        self._backend.init(self._source, config, rank=rank, world=world, seed=seed)
+        try:
+            self._backend: Backend = resolve("trainers", backend)()
+            self._backend.init(self._source, config, rank=rank, world=world, seed=seed)
+        except BaseException:
+            self.close()  # the next trainer of this process may have a group of its own
+            raise
 
     def step(self, batches: Sequence[Sequence[Row]], spec: StepSpec, optim: OptimConfig) -> dict[str, float]:
         """One optimizer step on this rank's micro-batches; the same metrics on every rank."""

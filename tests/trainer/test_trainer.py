@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from miles.errors import TrainerError
+from miles.errors import ConfigError, TrainerError
 from miles.trainer.batch import normalize
 from miles.trainer.losses import token_logprobs
 from miles.trainer.rows import Row
@@ -175,6 +175,14 @@ async def test_a_checkpoint_of_two_ranks_resumes_on_one(model, tmp_path):
         resumed = await trainer.step(scaled(rows_of(1)), POLICY, OPTIM)
     assert resumed["loss"] == pytest.approx(expected["loss"], abs=1e-6)
     assert resumed["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+
+
+async def test_after_a_trainer_that_could_not_start_another_one_starts(model, tmp_path):
+    with pytest.raises(ConfigError, match="not a model directory"):
+        async with Trainer(tmp_path / "no-model", tmp_path, TrainerConfig(ranks=0)):
+            pass
+    async with Trainer(model, tmp_path, TrainerConfig(ranks=0)) as trainer:
+        assert await trainer.score(rows_of(0)[:1], temperature=1.0)
 
 
 async def test_a_broken_checkpoint_says_so(model, tmp_path):

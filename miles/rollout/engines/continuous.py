@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.utils.logging import disable_progress_bar
 
 from miles.errors import EngineError, EngineLost
+from miles.models import load_model
 from miles.processes import Reply, deferred
 from miles.types import Finish, Generated
 
@@ -57,7 +58,7 @@ class ContinuousEngine:
         torch.set_num_threads(threads)
         torch.manual_seed(seed)
         if isinstance(model, str | Path):
-            model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa")
+            model = load_model(model)
         self._model, self._exit_when_dead = model, exit_when_dead
         self._version = version
         self._on_update = on_update
