@@ -21,7 +21,8 @@ from miles.recipes.tiny_model import TinyModelConfig, make_tiny_model
 from miles.rollout.engines.scripted import ScriptedEngine
 from miles.rollout.episode import EpisodeRunner, GenerateContext
 from miles.rollout.scheduler import AsyncRollout, RolloutConfig
-from miles.rollout.session.rendering import Rendering, load_rendering
+from miles.rollout.session.families import load_rendering
+from miles.rollout.session.rendering import Rendering
 from miles.rollout.session.server import SessionServer
 from miles.rollout.session.session import ChatRequest
 from miles.sandboxes.local import LocalBackend

@@ -26,6 +26,11 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "inprocess": "miles.rollout.engines.inprocess:InProcessEngine",
         "scripted": "miles.rollout.engines.scripted:ScriptedEngine",
     },
+    "canonicalisers": {
+        "strip_billing": "miles.rollout.session.canonical:strip_billing",
+        "freeze_clock": "miles.rollout.session.canonical:freeze_clock",
+        "sort_tool_results": "miles.rollout.session.canonical:sort_tool_results",
+    },
     "rollouts": {"async": "miles.rollout.scheduler:AsyncRollout"},
     "trainers": {"fsdp": "miles.trainer.fsdp:FsdpBackend"},
 }

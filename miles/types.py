@@ -26,7 +26,10 @@ class Limits:
 
     turns: int = 32
     tokens: int = 1 << 20
+    """Sampled tokens of all turns together."""
     wall_s: float = 600.0
+    context: int | None = None
+    """Tokens of prompt and answer of one model call; None: what the engine can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,14 +100,19 @@ class Edge(StrEnum):
     SIDE = "side"
 
 
+LINES = {Edge.SUBAGENT: "subagent", Edge.COMPACTION_REQUEST: "compaction", Edge.SIDE: "side"}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
     """One generation: a node of the tree.
 
     `prompt_ids` are the tokens between the parent's last output token and this turn's first
     (the whole prompt for a root). `output_ids`, `logprobs` and `versions` have equal length;
-    a logprob is None where the engine could not give one, and such a token is never trained. `asked` is what
-    the client wished of sampling; the recipe decides.
+    a logprob is None where the engine could not give one, and such a token is never trained. `edge` says how
+    the turn came to be; a root that belongs to an earlier turn (a sub-agent to the call that started it, a fresh
+    start to its summary) names it in `origin`. `note` says why a turn is not trainable. `asked` is what the client
+    wished of sampling; the recipe decides. `wire` is what the client said of itself (agent, thread, window).
     """
 
     id: int
@@ -120,6 +128,8 @@ class Turn:
     trainable: bool = True
     note: str = ""
     asked: dict[str, Any] = field(default_factory=dict)
+    origin: int | None = None
+    wire: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +151,18 @@ class Tree:
         """Turns that no other turn continues, in order of creation."""
         parents = {turn.parent for turn in self.turns}
         return tuple(turn for turn in self.turns if turn.id not in parents)
+
+    def line(self, turn_id: int) -> str:
+        """Which conversation a turn belongs to: main, subagent, compaction or side."""
+        at: int | None = turn_id
+        while at is not None:
+            turn = self.turns[at]
+            if turn.edge in LINES:
+                return LINES[turn.edge]
+            if turn.edge is Edge.COMPACTED and turn.origin is not None:
+                turn = self.turns[turn.origin]  # goes on in the place of what was summarised
+            at = turn.parent if turn.parent is not None else turn.origin
+        return "main"
 
     @property
     def sampled_tokens(self) -> int:
@@ -218,13 +240,18 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """What an engine is asked. `session` is the affinity key; `max_tokens` counts new tokens."""
+    """What an engine is asked. `session` is the affinity key; `max_tokens` counts new tokens.
+
+    `prompt_ids` is any sequence of ints, often an `array`. An engine may end early once its text holds one of
+    the strings in `stop`; the session cuts exactly there in any case.
+    """
 
     id: str
     session: str
     prompt_ids: Sequence[int]
     max_tokens: int
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

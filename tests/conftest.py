@@ -6,7 +6,8 @@ import pytest
 
 from miles.envs.vault import VaultTaskset
 from miles.recipes.tiny_model import TinyModelConfig, make_tiny_model
-from miles.rollout.session.rendering import Rendering, load_rendering
+from miles.rollout.session.families import load_rendering
+from miles.rollout.session.rendering import Rendering
 
 
 @pytest.fixture

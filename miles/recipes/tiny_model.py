@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import Field
 
 from miles.config import Config
+from miles.rollout.session.guard import GuardedTokenizer
 from miles.rollout.session.rendering import Rendering
 from miles.types import Message, ToolSpec
 
@@ -79,7 +80,8 @@ def _tokenizer(words: Sequence[str], tools: list[ToolSpec], example: list[Messag
     from renderers import Qwen3RendererConfig, create_renderer
 
     base = _with_tokens([*_MARKS, *words])
-    rendering = Rendering(base, create_renderer(base, Qwen3RendererConfig(enable_thinking=False)))
+    guarded = GuardedTokenizer(base)
+    rendering = Rendering(guarded, create_renderer(guarded, Qwen3RendererConfig(enable_thinking=False)), "qwen3")
     ids, _ = rendering.demonstration(example, tools)
     return _with_tokens([*_MARKS, *_phrases(base, ids), *words])
 

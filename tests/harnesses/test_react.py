@@ -96,10 +96,17 @@ async def test_unknown_tools_and_odd_arguments_are_answered_not_executed(play):
     assert env.guesses == 1
 
 
-async def test_text_without_a_call_is_the_end_also_when_the_call_is_broken(play):
-    tree, env = await play(['<tool_call>\n{"name": "act", "argum\n</tool_call>'])
+async def test_text_without_a_call_is_the_end_also_when_the_call_has_no_name(play):
+    tree, env = await play(['<tool_call>\n{"nam\n</tool_call>'])
     assert len(tree.turns) == 1
     assert env.guesses == 0
+
+
+async def test_a_call_with_broken_arguments_is_told_so_and_not_executed(play):
+    tree, env = await play(['<tool_call>\n{"name": "act", "arguments": {"acti\n</tool_call>', "well"])
+    assert env.guesses == 0
+    assert "not valid JSON" in tree.turns[1].messages[-1]["content"]
+    assert [turn.parent for turn in tree.turns] == [None, 0]
 
 
 async def test_it_stops_after_its_turns(play):

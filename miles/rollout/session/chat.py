@@ -1,17 +1,27 @@
-"""The OpenAI chat-completions dialect: a body becomes a ChatRequest, a Completion becomes a reply or events."""
+"""The OpenAI chat-completions dialect."""
 
-import json
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from miles.errors import ContextOverflow, EngineError, MilesError, SessionError
+from miles.errors import MilesError, SessionError
+from miles.rollout.session.dialect import (
+    Wishes,
+    check_messages,
+    event,
+    positive,
+    settled,
+    status_of,
+    stops_of,
+    truncated,
+)
+from miles.rollout.session.edges import read_hints
 from miles.rollout.session.matching import text_of
 from miles.rollout.session.session import ChatRequest, Completion
-from miles.types import Finish
+from miles.types import Message, ToolSpec
 
-__all__ = ["ChatStream", "error_reply", "parse", "reply"]
+__all__ = ["ChatDialect", "ChatStream"]
 
 _ROLES = {"system", "developer", "user", "assistant", "tool"}
 _RECORDED = (
@@ -23,77 +33,84 @@ _RECORDED = (
     "top_logprobs",
     "presence_penalty",
     "frequency_penalty",
+    "reasoning_effort",
+    "return_token_ids",
 )
 
 
-def parse(body: Any) -> ChatRequest:
-    """Check a request body; SessionError names the field that is wrong."""
-    if not isinstance(body, dict):
-        raise SessionError("the body must be a JSON object")
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise SessionError("messages must be a non-empty list")
-    for index, message in enumerate(messages):
-        if not isinstance(message, dict) or message.get("role") not in _ROLES:
-            raise SessionError(f"messages[{index}].role must be one of {', '.join(sorted(_ROLES))}")
-        text_of(message.get("content"))
-    if body.get("n") not in (None, 1):
-        raise SessionError("n must be 1: send the request again for a sibling", code="unsupported_n")
-    for name, fine in (
-        ("tool_choice", ("auto", "none")),
-        ("stop", ([], "")),
-        ("response_format", ({"type": "text"},)),
-    ):
-        if body.get(name) is not None and body[name] not in fine:
-            raise SessionError(f"{name}={json.dumps(body[name])[:80]} cannot be honoured exactly; leave it out")
-    max_tokens = body.get("max_completion_tokens", body.get("max_tokens"))
-    if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 1):
-        raise SessionError("max_tokens must be a positive integer")
-    tools = body.get("tools") or []
-    if not isinstance(tools, list) or not all(isinstance(t, dict) and t.get("function", {}).get("name") for t in tools):
-        raise SessionError("tools must be a list of {type: function, function: {name, ...}}")
-    return ChatRequest(
-        messages=tuple({**m, "role": "system"} if m["role"] == "developer" else m for m in messages),
-        tools=tuple(tools),
-        max_tokens=max_tokens,
-        model=str(body.get("model") or "policy"),
-        asked={name: body[name] for name in _RECORDED if body.get(name) is not None},
-    )
+class ChatDialect:
+    """`POST /v1/chat/completions`."""
 
+    def parse(self, body: dict[str, Any], headers: Mapping[str, str], wishes: Wishes) -> ChatRequest:
+        """Check a request body; SessionError names the field that is wrong."""
+        messages = [_message(m, i) for i, m in enumerate(check_messages(body.get("messages"), "messages"))]
+        if body.get("n") not in (None, 1):
+            raise SessionError("n must be 1: send the request again for a sibling", code="unsupported_n")
+        wishes.record(body, *_RECORDED)
+        choice = body.get("tool_choice")
+        if choice not in (None, "auto", "none"):
+            wishes.forced("tool_choice", choice)
+        if body.get("response_format") not in (None, {"type": "text"}):
+            wishes.forced("response_format", body["response_format"])
+        tools = _tools(body.get("tools"))
+        return ChatRequest(
+            messages=tuple(messages),
+            tools=tools,
+            max_tokens=positive(body.get("max_completion_tokens", body.get("max_tokens")), "max_tokens"),
+            stop=stops_of(body.get("stop"), "stop"),
+            may_call=choice != "none",
+            model=str(body.get("model") or "policy"),
+            hints=read_hints(headers, messages, tools, body),
+            asked=wishes.asked,
+        )
 
-def reply(done: Completion, model: str) -> dict[str, Any]:
-    """The whole reply as one JSON object."""
-    message: dict[str, Any] = {**done.message, "content": done.message["content"] or None}
-    return {
-        "id": f"chatcmpl-{secrets.token_hex(12)}",
-        "object": "chat.completion",
-        "created": int(time.time()),
-        "model": model,
-        "choices": [{"index": 0, "message": message, "finish_reason": _finish(done), "logprobs": None}],
-        "usage": _usage(done),
-    }
+    def reply(self, done: Completion, request: ChatRequest, *, told_of_cut: bool) -> dict[str, Any]:
+        """The whole reply as one JSON object."""
+        message: dict[str, Any] = {**done.message, "content": done.message["content"] or None}
+        choice = {"index": 0, "message": message, "finish_reason": _finish(done, told_of_cut), "logprobs": None}
+        return {
+            "id": f"chatcmpl-{secrets.token_hex(12)}",
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": request.model,
+            "choices": [choice],
+            "usage": _usage(done),
+        }
+
+    def stream(self, request: ChatRequest, body: dict[str, Any], *, told_of_cut: bool) -> "ChatStream":
+        options = body.get("stream_options")
+        usage = isinstance(options, dict) and bool(options.get("include_usage"))
+        return ChatStream(request, include_usage=usage, told_of_cut=told_of_cut)
+
+    def error_reply(self, error: MilesError) -> tuple[int, dict[str, Any], dict[str, str]]:
+        """(status, body, headers) in OpenAI's envelope."""
+        status, code, headers = status_of(error)
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        return status, {"error": {"message": str(error), "type": kind, "param": None, "code": code}}, headers
 
 
 class ChatStream:
     """Makes `chat.completion.chunk` events; text that may still change is held back."""
 
-    def __init__(self, model: str, *, include_usage: bool) -> None:
+    keepalive = b": keepalive\n\n"
+
+    def __init__(self, request: ChatRequest, *, include_usage: bool, told_of_cut: bool) -> None:
         self._head = {
             "id": f"chatcmpl-{secrets.token_hex(12)}",
             "object": "chat.completion.chunk",
             "created": int(time.time()),
-            "model": model,
+            "model": request.model,
         }
-        self._include_usage = include_usage
+        self._stop, self._include_usage, self._told_of_cut = request.stop, include_usage, told_of_cut
         self._sent = {"content": "", "reasoning_content": ""}
 
-    def start(self) -> bytes:
-        return self._chunk({"role": "assistant", "content": ""})
+    def start(self, token: str, prompt_tokens: int) -> Iterator[bytes]:
+        yield self._chunk({"role": "assistant", "content": ""})
 
     def progress(self, content: str, reasoning: str) -> Iterator[bytes]:
         """Events for text known so far."""
-        for name, text in (("reasoning_content", reasoning), ("content", content)):
-            yield from self._text(name, text.rstrip("\ufffd").rstrip())
+        yield from self._text("reasoning_content", settled(reasoning))
+        yield from self._text("content", settled(content, self._stop))
 
     def finish(self, done: Completion) -> Iterator[bytes]:
         """The rest of the text, the calls, the finish reason, usage, [DONE]."""
@@ -101,41 +118,47 @@ class ChatStream:
         yield from self._text("content", done.parsed.content)
         for index, call in enumerate(done.message.get("tool_calls", ())):
             yield self._chunk({"tool_calls": [{"index": index, **call}]})
-        yield self._chunk({}, _finish(done))
+        yield self._chunk({}, _finish(done, self._told_of_cut))
         if self._include_usage:
-            yield _event({**self._head, "choices": [], "usage": _usage(done)})
+            yield event({**self._head, "choices": [], "usage": _usage(done)})
         yield b"data: [DONE]\n\n"
 
     def error(self, error: MilesError) -> bytes:
         """A failure after the headers went out."""
-        return _event(error_reply(error)[1])
+        return event(ChatDialect().error_reply(error)[1])
 
     def _text(self, name: str, text: str) -> Iterator[bytes]:
-        if text.startswith(self._sent[name]) and len(text) > len(self._sent[name]):
-            delta, self._sent[name] = text[len(self._sent[name]) :], text
-            yield self._chunk({name: delta})
+        sent = self._sent[name]
+        if text.startswith(sent) and len(text) > len(sent):
+            self._sent[name] = text
+            yield self._chunk({name: text[len(sent) :]})
 
     def _chunk(self, delta: dict[str, Any], finish: str | None = None) -> bytes:
-        return _event({**self._head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish}]})
+        return event({**self._head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish}]})
 
 
-def error_reply(error: MilesError) -> tuple[int, dict[str, Any], dict[str, str]]:
-    """(status, body, headers) in OpenAI's envelope; only what may work again is called retryable."""
-    status, code, headers = 500, "internal_error", {}
-    if isinstance(error, SessionError):
-        status, code = error.status, error.code
-    elif isinstance(error, ContextOverflow):
-        status, code = 400, "context_length_exceeded"
-    elif isinstance(error, EngineError):
-        status, code = (503, "engine_lost") if error.retryable else (502, "engine_error")
-    if status in (429, 503):
-        headers["Retry-After"] = "1"
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return status, {"error": {"message": str(error), "type": kind, "param": None, "code": code}}, headers
+def _message(message: Any, index: int) -> Message:
+    if not isinstance(message, dict) or message.get("role") not in _ROLES:
+        raise SessionError(f"messages[{index}].role must be one of {', '.join(sorted(_ROLES))}")
+    if not isinstance(message.get("content"), str):
+        text_of(message.get("content"))
+    if not isinstance(message.get("tool_calls") or [], list):
+        raise SessionError(f"messages[{index}].tool_calls must be a list")
+    return {**message, "role": "system"} if message["role"] == "developer" else message
 
 
-def _finish(done: Completion) -> str:
-    if done.finish is Finish.LENGTH:
+def _tools(tools: Any) -> tuple[ToolSpec, ...]:
+    good = isinstance(tools or [], list) and all(
+        isinstance(t, dict) and isinstance(t.get("function"), dict) and isinstance(t["function"].get("name"), str)
+        for t in tools or []
+    )
+    if not good:
+        raise SessionError("tools must be a list of {type: function, function: {name, ...}}")
+    return tuple(tools or ())
+
+
+def _finish(done: Completion, told_of_cut: bool) -> str:
+    if truncated(done, told_of_cut):
         return "length"
     return "tool_calls" if done.parsed.calls else "stop"
 
@@ -147,7 +170,3 @@ def _usage(done: Completion) -> dict[str, Any]:
         "total_tokens": done.prompt_tokens + done.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": done.cached_tokens},
     }
-
-
-def _event(data: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"

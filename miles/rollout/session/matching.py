@@ -9,17 +9,20 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from miles.errors import SessionError
 from miles.types import Message, ToolSpec
 
-__all__ = ["chain", "root_key", "text_of"]
+__all__ = ["Lines", "calls_of", "chain", "root_key", "text_of"]
+
+_REMEMBERED_LINES = 4
 
 
-def root_key(tools: Sequence[ToolSpec]) -> bytes:
-    """Key of an empty conversation: other tools, other tree."""
-    return _digest(b"", {"tools": list(tools)})
+def root_key(tools: Sequence[ToolSpec], model: str = "policy") -> bytes:
+    """Key of an empty conversation: other tools or another model, other tree."""
+    return _digest(b"", {"tools": list(tools), "model": model})
 
 
 def chain(start: bytes, messages: Sequence[Message]) -> list[bytes]:
@@ -29,6 +32,56 @@ def chain(start: bytes, messages: Sequence[Message]) -> list[bytes]:
         key = _digest(key, _normal(message))
         keys.append(key)
     return keys
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    start: bytes
+    messages: list[Message]
+    keys: list[bytes]
+
+
+class Lines:
+    """The chains of the last few requests, so that a request costs its new messages and not its history.
+
+    A message equal to the one in its place last time keeps its key; comparing costs a fraction of hashing.
+    The older objects are kept, so a long history is held in memory once.
+    """
+
+    def __init__(self) -> None:
+        self._lines: list[_Line] = []
+
+    def chain(self, start: bytes, messages: Sequence[Message]) -> tuple[list[bytes], list[Message]]:
+        """(Keys as of `chain`, the messages with known objects in place of equal new ones)."""
+        line, known = self._closest(start, messages)
+        keys, kept, in_step = [], list(messages), line is not None
+        key = start
+        for place, message in enumerate(messages):
+            before = line.messages[place] if line is not None and place < len(line.messages) else None
+            if line is not None and before is not None and in_step and (place < known or before == message):
+                key, kept[place] = line.keys[place], before
+            else:
+                key = _digest(key, _normal(message))
+                in_step = line is not None and before is not None and key == line.keys[place]
+            keys.append(key)
+        if line is not None and len(messages) >= len(line.messages):
+            self._lines.remove(line)
+        self._lines = [_Line(start, kept, keys), *self._lines[: _REMEMBERED_LINES - 1]]
+        return keys, kept
+
+    def _closest(self, start: bytes, messages: Sequence[Message]) -> tuple[_Line | None, int]:
+        best, length = None, 0
+        for line in self._lines:
+            if line.start != start:
+                continue
+            same = 0
+            for old, new in zip(line.messages, messages, strict=False):
+                if old != new:
+                    break
+                same += 1
+            if same > length:
+                best, length = line, same
+        return best, length
 
 
 def text_of(content: Any) -> str:
@@ -45,11 +98,18 @@ def text_of(content: Any) -> str:
     raise SessionError(f"message content must be text or a list of parts, not {type(content).__name__}")
 
 
+def calls_of(message: Message) -> list[tuple[str, str, Any]]:
+    """(id, name, arguments) of each tool call; arguments as JSON values where they are JSON, else the raw text."""
+    return [_call(call) for call in message.get("tool_calls") or ()]
+
+
 def _part(part: Any) -> str:
     if isinstance(part, str):
         return part
     if isinstance(part, dict) and isinstance(part.get("text"), str):
         return str(part["text"])
+    if isinstance(part, dict) and part.get("type") == "refusal":
+        return str(part.get("refusal", ""))
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
     raise SessionError(f"content part {kind!r} is not supported: this session reads text only")
 
@@ -59,17 +119,19 @@ def _normal(message: Message) -> dict[str, Any]:
     if message.get("tool_call_id"):
         normal["tool_call_id"] = message["tool_call_id"]
     if message.get("tool_calls"):
-        normal["calls"] = [_call(call) for call in message["tool_calls"]]
+        normal["calls"] = calls_of(message)
     return normal
 
 
-def _call(call: dict[str, Any]) -> list[Any]:
-    function = call.get("function") or {}
+def _call(call: Any) -> tuple[str, str, Any]:
+    call = call if isinstance(call, dict) else {}
+    function = call.get("function")
+    function = function if isinstance(function, dict) else {}
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        with contextlib.suppress(json.JSONDecodeError):
+        with contextlib.suppress(ValueError, RecursionError):
             arguments = json.loads(arguments) if arguments.strip() else {}
-    return [call.get("id"), function.get("name"), arguments or {}]
+    return str(call.get("id") or ""), str(function.get("name") or ""), {} if arguments is None else arguments
 
 
 def _digest(previous: bytes, value: Any) -> bytes:

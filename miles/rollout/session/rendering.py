@@ -1,61 +1,101 @@
 """Messages to tokens and back, by the `renderers` library, with a self-test before anything is served."""
 
+import contextlib
 import json
+import re
+import secrets
 import threading
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from miles.config import Config
 from miles.errors import ConfigError, SessionError
-from miles.types import Message, ToolSpec
+from miles.rollout.session.guard import GuardedTokenizer
+from miles.rollout.session.matching import text_of
+from miles.types import Finish, Generated, Message, ToolSpec
 
-__all__ = ["ParsedMessage", "Rendering", "RenderingConfig", "check_tokenizer", "load_rendering"]
-
-_FAMILY_OF_MODEL_TYPE = {"qwen3": "qwen3", "qwen3_moe": "qwen3", "llama": "llama-3", "gpt_oss": "gpt-oss"}
+__all__ = ["ParsedMessage", "Rendering", "RenderingConfig"]
 
 
 class RenderingConfig(Config):
     """How conversations become tokens."""
 
     family: str = "auto"
-    """Name of a `renderers` family, or `auto`: by the model_type in config.json."""
+    """Name of a `renderers` family, `template` (the model's own chat template), or `auto`: the family that renders
+    as the template does."""
     thinking: bool = False
     """Whether the model may think before it answers."""
+    keep_thinking: Literal["template", "always"] = "template"
+    """Earlier turns' thinking: as the template has it (a new user message may drop it, which starts a branch), or
+    kept, so that every turn extends the one before."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedMessage:
-    """A completion taken apart: text, reasoning, and (name, arguments as JSON text) of each valid call."""
+    """A completion taken apart: text, reasoning, and (name, arguments) of each call.
+
+    Arguments are JSON text, or the very text that the model wrote where that is no JSON.
+    """
 
     content: str
     reasoning: str
     calls: tuple[tuple[str, str], ...]
+    call_ids: tuple[str, ...] = ()
+    """Ids that the model itself wrote, where its format has them."""
+
+    @classmethod
+    def of(cls, message: Message) -> "ParsedMessage":
+        """Read a recorded answer."""
+        calls = tuple((c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls", ()))
+        return cls(message["content"] or "", message.get("reasoning_content", ""), calls)
+
+    def message(self, call_prefix: str = "call_") -> Message:
+        """As an assistant message with fresh ids for its calls."""
+        message: Message = {"role": "assistant", "content": self.content}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.calls:
+            message["tool_calls"] = [
+                {
+                    "id": (self.call_ids[place] if self.call_ids else "") or f"{call_prefix}{secrets.token_hex(12)}",
+                    "type": "function",
+                    "function": {"name": name, "arguments": arguments},
+                }
+                for place, (name, arguments) in enumerate(self.calls)
+            ]
+        return message
+
+    def cut(self, stop: str) -> "ParsedMessage":
+        """Without what a client's stop string ends."""
+        return replace(self, content=self.content.partition(stop)[0])
+
+    def without_calls(self) -> "ParsedMessage":
+        return replace(self, calls=(), call_ids=())
 
 
 class Rendering:
     """One tokenizer and its renderer. Thread-safe: tokenizers are not, so a lock guards them."""
 
-    def __init__(self, tokenizer: Any, renderer: Any) -> None:
-        self.tokenizer, self.renderer = tokenizer, renderer
+    def __init__(self, tokenizer: GuardedTokenizer, renderer: Any, family: str) -> None:
+        self.tokenizer, self.renderer, self.family = tokenizer, renderer, family
         self.stop_ids: tuple[int, ...] = tuple(renderer.get_stop_token_ids())
         self._lock = threading.Lock()
         self._opening_ids: list[int] | None = None
+        self.extends = True
 
     def full(self, messages: list[Message], tools: list[ToolSpec]) -> list[int]:
         """Ids of the whole conversation up to where the assistant begins to write."""
-        with self._lock:
-            ids: list[int] = self.renderer.render_ids(
-                [_for_template(m, i) for i, m in enumerate(messages)],
-                tools=tools or None,
-                add_generation_prompt=True,
-            )
+        clean, shown = self._clean(messages), self._tools(tools)
+        with self._lock, _refusals():
+            ids: list[int] = self.renderer.render_ids(clean, tools=shown, add_generation_prompt=True)
             return ids
 
     def demonstration(self, messages: list[Message], tools: list[ToolSpec]) -> tuple[list[int], list[bool]]:
         """Ids of a finished conversation and which of them the policy would have sampled."""
-        with self._lock:
-            rendered = self.renderer.render([_for_template(m, i) for i, m in enumerate(messages)], tools=tools or None)
+        clean, shown = self._clean(messages), self._tools(tools)
+        with self._lock, _refusals():
+            rendered = self.renderer.render(clean, tools=shown)
         if not rendered.sampled_mask:
             raise ConfigError("this model family cannot tell sampled tokens from template text; SFT needs a known one")
         ids, sampled = list(rendered.token_ids), list(rendered.sampled_mask)
@@ -65,6 +105,33 @@ class Rendering:
                 sampled[start : start + len(opening)] = [False] * len(opening)
         end = len(sampled) - sampled[::-1].index(True) if True in sampled else 0
         return ids[:end], sampled[:end]
+
+    def sampled_for(self, before: list[Message], answer: Message, tools: list[ToolSpec]) -> list[int]:
+        """Ids that a policy would have sampled for `answer`, thinking first where the family always thinks."""
+        prompt = self.full(before, tools)
+        thought = {"reasoning_content": "I see.", **answer}
+        for message, first in ((answer, ""), (thought, ""), *((answer, first) for first in _THOUGHTS)):
+            ids = [*(self.encode(first) if first else ()), *self._written(before, message, prompt, tools)]
+            parsed = self.parse(ids, tools, prompt)
+            same = len(parsed.calls) == len(answer.get("tool_calls") or ())
+            if same and parsed.content.strip() == answer["content"].strip():
+                return ids
+        return self._written(before, answer, prompt, tools)
+
+    def _written(self, before: list[Message], answer: Message, prompt: list[int], tools: list[ToolSpec]) -> list[int]:
+        """What the template writes for an answer, with the token that ends it."""
+        ids, sampled = self.demonstration([*before, answer], tools)
+        start = len(sampled) - sampled[::-1].index(False) if False in sampled else 0
+        if ids[: len(prompt)] == prompt:
+            start = len(prompt)
+        if ids[start:] and ids[-1] not in self.stop_ids:  # some families end a turn with the next one's mark
+            calls = answer.get("tool_calls")
+            after: Message = {"role": "user", "content": "."}
+            if calls:
+                after = {"role": "tool", "tool_call_id": calls[0]["id"], "content": "."}
+            longer = self.full([*before, answer, after], tools)[: len(ids) + 1]
+            ids.append(longer[-1] if longer[:-1] == ids and longer[-1] in self.stop_ids else self.stop_ids[0])
+        return ids[start:]
 
     def _opening(self) -> list[int]:
         """Ids with which the template opens the assistant's turn."""
@@ -80,10 +147,12 @@ class Rendering:
         self, prompt_ids: list[int], output_ids: list[int], new: list[Message], tools: list[ToolSpec]
     ) -> list[int] | None:
         """Tokens to append after a sampled turn for `new` messages; None where only a full render is right."""
-        with self._lock:
-            bridged = self.renderer.bridge_to_next_turn(
-                prompt_ids, output_ids, [_for_template(m, i) for i, m in enumerate(new)], tools=tools or None
-            )
+        clean, shown = self._clean(new), self._tools(tools)
+        try:
+            with self._lock, _refusals():
+                bridged = self.renderer.bridge_to_next_turn(prompt_ids, output_ids, clean, tools=shown)
+        except SessionError:
+            return None  # a full render says why
         if bridged is None:
             return None
         ids: list[int] = bridged.token_ids
@@ -95,20 +164,58 @@ class Rendering:
     def parse(
         self, output_ids: list[int], tools: list[ToolSpec], prompt_ids: list[int], *, partial: bool = False
     ) -> ParsedMessage:
-        """Take a completion apart. A call that is not valid JSON stays in the text, as the model wrote it.
+        """Take a completion apart. A broken call keeps the arguments that the model wrote, if it has a name; one
+        without a name stays in the text.
 
         With `partial` (more tokens will come) unfinished calls are left out.
         """
         with self._lock:
             parsed = self.renderer.parse_response(output_ids, tools=tools or None, prompt_ids=prompt_ids)
-        content, calls = parsed.content or "", []
-        for call in parsed.tool_calls:
-            if call.status.value == "ok" and call.name:
-                arguments = call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments or {})
-                calls.append((call.name, arguments))
+        content, calls, ids = parsed.content or "", [], []
+        for attempt in parsed.tool_calls:
+            call = _read_call(attempt)
+            if call is not None and not (partial and attempt.status.value != "ok"):
+                calls.append(call)
+                ids.append(str(attempt.id or ""))
             elif not partial:
-                content += f"<tool_call>{call.raw}</tool_call>"
-        return ParsedMessage(content, parsed.reasoning_content or "", tuple(calls))
+                content += f"<tool_call>{attempt.raw}"
+        return ParsedMessage(content, parsed.reasoning_content or "", tuple(calls), tuple(ids))
+
+    def cut(self, generated: Generated, stop: tuple[str, ...]) -> tuple[Generated, str | None]:
+        """End a generation at the token that completes the first of a client's stop strings.
+
+        A prefix of a sample is a sample of the process that stops there, so ids and logprobs stay exact.
+        """
+        ids = list(generated.output_ids)
+        text = self.decode(ids) if stop else ""
+        found = min(((text.find(s) + len(s), s) for s in stop if s in text), default=None)
+        if found is None:
+            return generated, None
+        low, high = 1, len(ids)  # the fewest tokens whose text holds a stop string
+        while low < high:
+            middle = (low + high) // 2
+            if any(s in self.decode(ids[:middle]) for s in stop):
+                high = middle
+            else:
+                low = middle + 1
+        kept = replace(
+            generated,
+            output_ids=generated.output_ids[:low],
+            logprobs=generated.logprobs[:low],
+            versions=generated.versions[:low],
+            finish=Finish.STOP,
+        )
+        return kept, found[1]
+
+    @property
+    def control(self) -> list[str]:
+        """Texts of the tokenizer's control tokens."""
+        return self.tokenizer.control
+
+    def id_of(self, token: str) -> int:
+        """Id of a token given by its text."""
+        found: int = self.tokenizer.convert_tokens_to_ids(token)
+        return found
 
     def encode(self, text: str) -> list[int]:
         """Ids of raw text, control tokens included: for scripts and tests, never for a user's words."""
@@ -122,98 +229,73 @@ class Rendering:
             text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
             return text
 
-    def self_test(self) -> None:
-        """Render, parse and bridge one tool conversation; ConfigError when any of it is not exact."""
-        tools: list[ToolSpec] = [_PROBE_TOOL]
-        call = {"id": "call_0", "type": "function", "function": {"name": "probe", "arguments": '{"x": "1"}'}}
-        user, assistant = (
-            {"role": "user", "content": "go"},
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-        )
-        prompt = self.full([user], tools)
-        ids, sampled = self.demonstration([user, assistant], tools)
-        answer = [token for token, own in zip(ids, sampled, strict=True) if own]
-        parsed = self.parse(answer, tools, prompt)
-        if [(name, json.loads(args)) for name, args in parsed.calls] != [("probe", {"x": "1"})]:
-            raise ConfigError(
-                f"this tokenizer does not survive its own tool call: parsed {parsed}; set session.rendering.family"
-            )
-        tail = self.bridge(prompt, answer, [{"role": "tool", "tool_call_id": "call_0", "content": "ok"}], tools)
-        if tail is None or not tail or answer[-1] not in self.stop_ids:
-            raise ConfigError("this model family cannot extend a sampled turn exactly; set session.rendering.family")
+    def _tools(self, tools: list[ToolSpec]) -> list[ToolSpec] | None:
+        shown = [{name: value for name, value in tool.items() if not name.startswith("x-")} for tool in tools]
+        return self.tokenizer.escape(shown) if shown else None
+
+    def _clean(self, messages: list[Message]) -> list[Message]:
+        return [self._for_template(message, place) for place, message in enumerate(messages)]
+
+    def _for_template(self, message: Message, index: int) -> Message:
+        """The message as renderers want it: plain text, arguments as an object (S07), control tokens as text."""
+        role = message.get("role")
+        clean: Message = {
+            "role": role,
+            "content": self.tokenizer.escape(text_of(message.get("content")), markup=role == "assistant"),
+        }
+        for name in ("tool_call_id", "name"):
+            if message.get(name):
+                clean[name] = self.tokenizer.escape(message[name])
+        if message.get("reasoning_content"):
+            clean["reasoning_content"] = self.tokenizer.escape(str(message["reasoning_content"]))
+        if message.get("tool_calls"):
+            clean["tool_calls"] = [self._call(call, f"messages[{index}].tool_calls") for call in message["tool_calls"]]
+        return clean
+
+    def _call(self, call: Any, where: str) -> dict[str, Any]:
+        if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
+            raise SessionError(f"{where}: each call needs a function with name and arguments")
+        function = call["function"]
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments) if arguments.strip() else {}
+            except (ValueError, RecursionError) as error:
+                raise SessionError(f"{where}: arguments are not valid JSON: {error}") from error
+        if arguments is None:
+            arguments = {}
+        if not isinstance(arguments, dict):
+            raise SessionError(f"{where}: arguments must be a JSON object")
+        name = str(function.get("name") or "")
+        clean = {"name": self.tokenizer.escape(name), "arguments": self.tokenizer.escape(arguments)}
+        return {"id": str(call.get("id") or ""), "type": "function", "function": clean}
 
 
-_PROBE_TOOL: ToolSpec = {
-    "type": "function",
-    "function": {
-        "name": "probe",
-        "description": "Self-test.",
-        "parameters": {"type": "object", "properties": {"x": {"type": "string"}}, "required": ["x"]},
-    },
-}
+_THOUGHTS = ("I see.\n</think>\n\n", "I see.<|end|><|start|>assistant<|channel|>final<|message|>")
 
 
-def check_tokenizer(model: Path) -> None:
-    """ConfigError when a model directory has no tokenizer files."""
-    if not any((model / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
-        raise ConfigError(
-            f"{model} has no tokenizer (tokenizer.json or tokenizer.model): copy the tokenizer files of the model there"
-        )
-
-
-def load_rendering(model: Path, config: RenderingConfig | None = None) -> Rendering:
-    """Load the tokenizer of a model directory and its renderer; refuses a family that fails the self-test."""
-    import renderers
-    from transformers import AutoTokenizer
-
-    config = config or RenderingConfig()
-    check_tokenizer(model)
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    family = _detect(model) if config.family == "auto" else config.family
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """What a renderer raises for a conversation that its template cannot hold is the client's to mend."""
     try:
-        settings = renderers.config_from_name(family)
-        if "enable_thinking" in type(settings).model_fields:
-            settings = type(settings)(enable_thinking=config.thinking)
-        rendering = Rendering(tokenizer, renderers.create_renderer(tokenizer, settings))
-    except (ValueError, AssertionError) as error:
-        raise ConfigError(
-            f"cannot render for {model} as family {family!r}: {error}; set session.rendering.family"
+        yield
+    except (ValueError, TypeError, KeyError, AttributeError, AssertionError, IndexError) as error:
+        raise SessionError(
+            f"this model's chat template refuses the conversation: {error}", code="template_refuses"
         ) from error
-    rendering.self_test()
-    return rendering
 
 
-def _detect(model: Path) -> str:
-    path = model / "config.json"
-    model_type = json.loads(path.read_text()).get("model_type", "") if path.is_file() else ""
-    family = _FAMILY_OF_MODEL_TYPE.get(model_type)
-    if family is None:
-        raise ConfigError(
-            f"cannot tell the chat family of {model} (model_type {model_type!r}); "
-            "name one: session.rendering.family=qwen3"
-        )
-    return family
+def _read_call(attempt: Any) -> tuple[str, str] | None:
+    """(Name, arguments) of a parsed call, whole or broken; None without a name."""
+    if attempt.name:
+        arguments = attempt.arguments
+        return str(attempt.name), arguments if isinstance(arguments, str) else json.dumps(arguments or {})
+    if attempt.status.value == "unclosed_block":
+        return None
+    name = _NAME.search(attempt.raw)
+    arguments = _ARGUMENTS.search(attempt.raw)
+    return (name[1], arguments[1].strip() if arguments else "") if name else None
 
 
-def _for_template(message: Message, index: int) -> Message:
-    """The message as renderers want it: arguments as an object, no None content (S07)."""
-    clean = dict(message)
-    if clean.get("content") is None:
-        clean["content"] = ""
-    if clean.get("tool_calls"):
-        clean["tool_calls"] = [_call_for_template(call, index) for call in clean["tool_calls"]]
-    else:
-        clean.pop("tool_calls", None)
-    return clean
-
-
-def _call_for_template(call: dict[str, Any], index: int) -> dict[str, Any]:
-    function = dict(call.get("function") or {})
-    arguments = function.get("arguments") or "{}"
-    try:
-        function["arguments"] = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except json.JSONDecodeError as error:
-        raise SessionError(f"messages[{index}].tool_calls: arguments are not valid JSON: {error}") from error
-    if not isinstance(function["arguments"], dict):
-        raise SessionError(f"messages[{index}].tool_calls: arguments must be a JSON object")
-    return {**call, "function": function}
+_NAME = re.compile(r'"name"\s*:\s*"([^"]+)"')
+_ARGUMENTS = re.compile(r'"(?:arguments|parameters)"\s*:\s*(.*?)\}?\s*$', re.DOTALL)

@@ -1,7 +1,8 @@
 """The session server: one ASGI app in the rollout worker's event loop, private endpoints for episodes.
 
-Routes, per session, nothing else: `/s/{id}/v1/chat/completions`, `/s/{id}/v1/models`, health probes;
-the same under `/v1/…` when the API key names the session. No request reaches an engine's own paths.
+Routes, per session, nothing else: `/s/{id}/v1/chat/completions`, `…/responses`, `…/messages`,
+`…/messages/count_tokens`, `…/models`, health probes; the same under `/v1/…` when the API key names the
+session. No request reaches an engine's own paths.
 """
 
 import asyncio
@@ -11,49 +12,34 @@ import json
 import logging
 import socket
 import time
-from collections.abc import AsyncIterator
+import zlib
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import uvicorn
-from pydantic import Field
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from miles.config import Config
 from miles.errors import ConfigError, MilesError, SessionError
 from miles.rollout.engines.base import Engine
-from miles.rollout.session import chat
-from miles.rollout.session.rendering import Rendering, RenderingConfig
-from miles.rollout.session.session import Completion, Session
+from miles.rollout.session.chat import ChatDialect
+from miles.rollout.session.config import SessionConfig
+from miles.rollout.session.dialect import Dialect, Stream, Wishes
+from miles.rollout.session.messages import MessagesDialect
+from miles.rollout.session.openapi import OPENAPI
+from miles.rollout.session.rendering import Rendering
+from miles.rollout.session.responses import ResponsesDialect
+from miles.rollout.session.session import ChatRequest, Completion, Flight, Model, Session
 from miles.types import Limits
 
 __all__ = ["SessionConfig", "SessionServer"]
 
 log = logging.getLogger(__name__)
-
-
-class SessionConfig(Config):
-    """The session server's address and limits."""
-
-    host: str = "127.0.0.1"
-    """Address to listen on."""
-    port: int = Field(0, ge=0, le=65535)
-    """Port; 0 takes a free one."""
-    ttl_s: float = Field(3600.0, gt=0)
-    """A session older than this answers nothing more."""
-    max_body_mib: int = Field(64, gt=0)
-    """Largest request body."""
-    in_flight: int = Field(16, gt=0)
-    """Most concurrent model calls of one session."""
-    grace_s: float = Field(2.0, ge=0)
-    """How long a generation goes on after its client went away."""
-    keepalive_s: float = Field(3.0, gt=0)
-    """Silence after which a streaming client gets a comment line."""
-    rendering: RenderingConfig = RenderingConfig()
-    """How conversations become tokens."""
+CHAT, RESPONSES, MESSAGES = ChatDialect(), ResponsesDialect(), MessagesDialect()
 
 
 class _Server(uvicorn.Server):
@@ -73,7 +59,9 @@ class SessionServer:
         config: SessionConfig | None = None,
         *,
         max_tokens: int = 1024,
+        others: Mapping[str, Model] | None = None,
     ) -> None:
+        self._others = others
         self.config = config or SessionConfig()
         self._engine, self._rendering, self._max_tokens = engine, rendering, max_tokens
         self._sessions: dict[str, Session] = {}
@@ -83,19 +71,30 @@ class SessionServer:
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self.url = ""
-        chat_path, models_path = "/v1/chat/completions", "/v1/models"
         self.app = Starlette(
-            routes=[
-                Route(f"/s/{{session}}{chat_path}", self._chat, methods=["POST"]),
-                Route(f"/s/{{session}}{models_path}", self._models),
-                Route("/s/{session}", _healthy),
-                Route(chat_path, self._chat, methods=["POST"]),
-                Route(models_path, self._models),
-                Route("/", _healthy),
-                Route("/health", _healthy),
-            ],
+            routes=self._routes(),
             exception_handlers={HTTPException: _http_error, MilesError: _miles_error, Exception: _bug},
         )
+
+    def _routes(self) -> list[Route]:
+        """Every path below `/s/{session}` and alone, with `/v1` and without: clients join base URLs as they like."""
+        posts: dict[str, Callable[..., Any]] = {
+            "/chat/completions": partial(self._answer, CHAT),
+            "/responses": partial(self._answer, RESPONSES),
+            "/messages": partial(self._answer, MESSAGES),
+            "/messages/count_tokens": self._count,
+        }
+        gets = {
+            "/models": self._models,
+            "/models/{model:path}": self._model,
+            "/responses/{response}": self._stored,
+        }
+        routes = [Route(path, _healthy) for path in ("/", "/health", "/api/hello", "/s/{session}")]
+        routes += [Route("/s/{session}/api/hello", _healthy), Route("/openapi.json", _describe)]
+        for base in ("/s/{session}/v1", "/s/{session}", "/v1", ""):
+            routes += [Route(base + path, answer, methods=["POST"]) for path, answer in posts.items()]
+            routes += [Route(base + path, answer) for path, answer in gets.items()]
+        return routes
 
     async def __aenter__(self) -> "SessionServer":
         # The protocol must be named: asyncio sets TCP_NODELAY only then, and without it a reply waits 40 ms.
@@ -127,17 +126,17 @@ class SessionServer:
             self._server.force_exit = True
             await self._serving
 
-    def open(self, limits: Limits | None = None) -> Session:
-        """A new session with its own key."""
+    def open(self, limits: Limits | None = None, *, canonicalisers: Sequence[str] = ()) -> Session:
+        """A new session with its own key. `canonicalisers` are the harness's, after those of the config."""
         self._forget_expired()
         session = Session(
             self._engine,
             self._rendering,
+            self.config,
             limits=limits,
             max_tokens=self._max_tokens,
-            grace_s=self.config.grace_s,
-            ttl_s=max(self.config.ttl_s, 1.1 * limits.wall_s if limits else 0.0),
-            in_flight=self.config.in_flight,
+            canonicalisers=canonicalisers,
+            others=self._others,
         )
         self._sessions[session.id] = session
         self._by_key[session.key] = session
@@ -145,13 +144,17 @@ class SessionServer:
 
     async def end(self, session: Session) -> None:
         """Close a session; late requests get a non-retryable 400."""
-        self._sessions.pop(session.id, None)
-        self._by_key.pop(session.key, None)
-        self._ended[session.id] = self._ended[session.key] = session.expires
+        self._forget(session)
         await session.close()
 
+    def _forget(self, session: Session) -> None:
+        self._sessions.pop(session.id, None)
+        self._by_key.pop(session.key, None)
+        until = max(session.expires, time.monotonic()) + self.config.ttl_s
+        self._ended[session.id] = self._ended[session.key] = until
+
     def base_url(self, session: Session) -> str:
-        """What a client takes as its OpenAI base URL."""
+        """What a client takes as its OpenAI base URL; Anthropic's is the same without `/v1`."""
         return f"{self.url}/s/{session.id}/v1"
 
     def _forget_expired(self) -> None:
@@ -160,6 +163,8 @@ class SessionServer:
             return
         self._next_sweep = now + 60.0
         self._ended = {name: until for name, until in self._ended.items() if until > now}
+        for session in [s for s in self._sessions.values() if s.expires < now]:
+            self._forget(session)
 
     def _find(self, request: Request) -> Session:
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
@@ -175,53 +180,75 @@ class SessionServer:
         return session
 
     async def _models(self, request: Request) -> Response:
-        self._find(request)
-        model = {"id": "policy", "object": "model", "created": 0, "owned_by": "miles"}
-        return JSONResponse({"object": "list", "data": [model]})
-
-    async def _chat(self, request: Request) -> Response:
         session = self._find(request)
-        body = await self._json(request)
-        asked = chat.parse(body)
-        options = body.get("stream_options") or {}
+        model = self._described("policy", session)
+        return _json_reply(
+            {"object": "list", "data": [model], "has_more": False, "first_id": "policy", "last_id": "policy"}
+        )
+
+    async def _model(self, request: Request) -> Response:
+        return _json_reply(self._described(request.path_params["model"], self._find(request)))
+
+    def _described(self, name: str, session: Session) -> dict[str, Any]:
+        """A model in the words of both OpenAI and Anthropic; every name is the policy."""
+        context = min(self._engine.context_length, session.limits.context or self._engine.context_length)
+        words = {"id": name, "object": "model", "created": 0, "owned_by": "miles", "max_model_len": context}
+        return {**words, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+
+    async def _count(self, request: Request) -> Response:
+        session, body = self._find(request), await self._json(request)
+        asked = MESSAGES.parse(body, request.headers, Wishes(refuse=False))
+        return _json_reply({"input_tokens": await session.count(asked)})
+
+    async def _stored(self, request: Request) -> Response:
+        session = self._find(request)
+        done = session.answer_of(request.path_params["response"].removeprefix("resp_"))
+        asked = ChatRequest(messages=(), model="policy")
+        return _json_reply(RESPONSES.reply(done, asked, told_of_cut=self.config.report_truncation))
+
+    async def _answer(self, dialect: Dialect, request: Request) -> Response:
+        session, body = self._find(request), await self._json(request)
+        asked = dialect.parse(body, request.headers, Wishes(refuse=self.config.wishes == "refuse"))
+        told = self.config.report_truncation
         if not body.get("stream"):
             task = asyncio.create_task(session.complete(asked))
             done = await _unless_gone(request, task)
+            reply = _json_reply(dialect.reply(done, asked, told_of_cut=told))
             done.delivered()
-            return JSONResponse(chat.reply(done, asked.model))
+            return reply
         progress = _Progress()
-        task = asyncio.create_task(session.complete(asked, progress.tokens))
+        task = asyncio.create_task(session.complete(asked, progress.update))
         task.add_done_callback(lambda _: progress.event.set())
         await _first_sign(request, task, progress, self.config.keepalive_s)
         if task.done() and task.exception() is not None:
             await task
-        stream = chat.ChatStream(asked.model, include_usage=bool(options.get("include_usage")))
         return StreamingResponse(
-            self._events(stream, task, progress, list(asked.tools)),
+            self._events(dialect.stream(asked, body, told_of_cut=told), task, progress, asked),
             media_type="text/event-stream",
             headers={"Cache-Control": "no-cache"},
         )
 
     async def _events(
-        self,
-        stream: chat.ChatStream,
-        task: "asyncio.Task[Completion]",
-        progress: "_Progress",
-        tools: list[Any],
+        self, stream: Stream, task: "asyncio.Task[Completion]", progress: "_Progress", asked: ChatRequest
     ) -> AsyncIterator[bytes]:
+        started, next_parse = False, 0.0
+        tools = list(asked.tools) if asked.may_call else []
         try:
-            yield stream.start()
-            next_parse = 0.0
             while not task.done():
+                flight = progress.flight
+                if flight is not None and not started:
+                    started = True
+                    for event in stream.start(flight.token, flight.prompt_tokens or 0):
+                        yield event
                 try:
                     await asyncio.wait_for(progress.event.wait(), self.config.keepalive_s)
                 except TimeoutError:
-                    yield b": keepalive\n\n"
+                    yield stream.keepalive
                     continue
                 progress.event.clear()
                 began = time.monotonic()
-                if not task.done() and progress.ids and began >= next_parse:
-                    so_far = self._rendering.parse(list(progress.ids), tools, [], partial=True)
+                if flight is not None and not task.done() and flight.ids and began >= next_parse:
+                    so_far = flight.rendering.parse(list(flight.ids), tools, list(flight.tail), partial=True)
                     for event in stream.progress(so_far.content, so_far.reasoning):
                         yield event
                     next_parse = time.monotonic() + 20 * (time.monotonic() - began)  # parsing stays below 5 %
@@ -230,7 +257,7 @@ class SessionServer:
             except MilesError as error:
                 yield stream.error(error)
                 return
-            events = list(stream.finish(done))
+            events = [*([] if started else stream.start(done.token, done.prompt_tokens)), *stream.finish(done)]
             for event in events[:-1]:
                 yield event
             done.delivered()
@@ -238,33 +265,60 @@ class SessionServer:
         finally:
             task.cancel()
 
-    async def _json(self, request: Request) -> Any:
+    async def _json(self, request: Request) -> dict[str, Any]:
         limit = self.config.max_body_mib << 20
-        if int(request.headers.get("content-length") or 0) > limit:
-            raise SessionError(f"the body is larger than {self.config.max_body_mib} MiB", status=413, code="too_large")
+        if _length(request) > limit:
+            raise _too_large(limit)
         body = bytearray()
         async for piece in _pieces(request):
             body += piece
             if len(body) > limit:
-                raise SessionError(
-                    f"the body is larger than {self.config.max_body_mib} MiB", status=413, code="too_large"
-                )
+                raise _too_large(limit)
         try:
-            return json.loads(body)
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            data = json.loads(_unpacked(bytes(body), request.headers.get("content-encoding", ""), limit))
+        except (ValueError, RecursionError) as error:
             raise SessionError(f"the body is not valid JSON: {error}") from error
+        if not isinstance(data, dict):
+            raise SessionError("the body must be a JSON object")
+        return data
+
+
+def _length(request: Request) -> int:
+    told = request.headers.get("content-length", "0")
+    return int(told) if told.isdecimal() else 0
+
+
+def _too_large(limit: int) -> SessionError:
+    return SessionError(f"the body is larger than {limit >> 20} MiB", status=413, code="too_large")
+
+
+def _unpacked(body: bytes, encoding: str, limit: int) -> bytes:
+    """A body without its content encoding; never more than `limit` bytes of it."""
+    if encoding in ("", "identity"):
+        return body
+    if encoding not in ("gzip", "deflate"):
+        raise SessionError(f"content-encoding {encoding!r} is not supported; send gzip, deflate or plain", status=415)
+    try:
+        unpacker = zlib.decompressobj(wbits=47 if encoding == "gzip" else 15)
+        unpacked = unpacker.decompress(body, limit + 1)
+    except zlib.error as error:
+        raise SessionError(f"the body is not valid {encoding}: {error}") from error
+    if len(unpacked) > limit:
+        raise _too_large(limit)
+    return unpacked
 
 
 class _Progress:
-    """Tokens so far of a streaming generation."""
+    """The flight that a streaming client waits for, once it is known."""
 
     def __init__(self) -> None:
         self.event = asyncio.Event()
-        self.ids: tuple[int, ...] = ()
+        self.flight: Flight | None = None
 
-    def tokens(self, ids: tuple[int, ...]) -> None:
-        self.ids = ids
-        self.event.set()
+    def update(self, flight: Flight) -> None:
+        self.flight = flight
+        if flight.ids:
+            self.event.set()
 
 
 async def _pieces(request: Request) -> AsyncIterator[bytes]:
@@ -310,7 +364,17 @@ async def _first_sign(
 
 
 async def _healthy(request: Request) -> Response:
-    return JSONResponse({"status": "ok"})
+    return _json_reply({"status": "ok"})
+
+
+async def _describe(request: Request) -> Response:
+    return _json_reply(OPENAPI)
+
+
+def _json_reply(data: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """JSON in ASCII: halves of surrogate pairs, which UTF-8 cannot hold, survive as escapes."""
+    text = json.dumps(data, separators=(",", ":"))
+    return Response(text, status_code=status, headers=headers, media_type="application/json")
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -322,8 +386,9 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 async def _miles_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, MilesError)
-    status, body, headers = chat.error_reply(error)
-    return JSONResponse(body, status_code=status, headers=headers)
+    dialect: Dialect = MESSAGES if "/messages" in request.url.path else CHAT
+    status, body, headers = dialect.error_reply(error)
+    return _json_reply(body, status, headers)
 
 
 async def _bug(request: Request, error: Exception) -> Response:

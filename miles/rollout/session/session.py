@@ -8,95 +8,104 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
 
-from miles.errors import ContextOverflow, EngineError, SessionError
+from miles.errors import ConfigError, ContextOverflow, EngineError, SessionError
+from miles.registry import resolve
 from miles.rollout.engines.base import Engine
-from miles.rollout.session.matching import chain, root_key
+from miles.rollout.session.config import SessionConfig
+from miles.rollout.session.edges import Hints
+from miles.rollout.session.recorder import Match, Place, Recorder
+from miles.rollout.session.records import Ids, Record, packed
 from miles.rollout.session.rendering import ParsedMessage, Rendering
-from miles.types import (
-    Edge,
-    Finish,
-    Generated,
-    GenerateRequest,
-    Limits,
-    Message,
-    ToolSpec,
-    Transcript,
-    Tree,
-    Turn,
-)
+from miles.types import Finish, Generated, GenerateRequest, Limits, Message, ToolSpec, Transcript, Tree
 
-__all__ = ["ChatRequest", "Completion", "Session"]
+__all__ = ["ChatRequest", "Completion", "Flight", "Model", "Session"]
 
 log = logging.getLogger(__name__)
 _THREAD_ABOVE_CHARS = 4096
+_PROMPT_TAIL = 2048  # ids of the prompt that a bridge may look back at
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """An engine and the rendering of its tokenizer."""
+
+    engine: Engine
+    rendering: Rendering
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
-    """What a dialect makes of a client's body. `asked` keeps what the client wanted and did not get."""
+    """What a dialect makes of a client's body. `asked` keeps what the client wanted and did not get.
+
+    An assistant message may carry `turn_token`, the name that we gave the turn it was. `previous` is the token
+    of a turn whose conversation comes before `messages`. `call_prefix` begins the ids of tool calls.
+    """
 
     messages: tuple[Message, ...]
     tools: tuple[ToolSpec, ...] = ()
     max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    may_call: bool = True
     model: str = "policy"
+    previous: str | None = None
+    call_prefix: str = "call_"
+    hints: Hints = field(default_factory=Hints)
     asked: dict[str, object] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _Record:
-    """A committed turn before the session ends; becomes a `Turn`."""
-
-    id: int
-    parent: int | None
-    edge: Edge
-    messages: tuple[Message, ...]
-    message: Message
-    prompt_ids: list[int]
-    generated: Generated
-    request_key: bytes
-    asked: dict[str, object]
-    delivered: bool = False
-    continued: bool = False
-    superseded: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    parent: int | None
-    edge: Edge
+    model: Model
+    match: Match
+    place: Place
+    trained: bool
     messages: tuple[Message, ...]
-    added_ids: list[int]
-    prompt_ids: list[int]
-    request_key: bytes
+    added: Ids
+    prompt: Ids
     max_tokens: int
     asked: dict[str, object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What the dialect answers with. `delivered()` is called just before the last byte goes out."""
+    """What the dialect answers with. `delivered()` is called just before the last byte goes out.
+
+    `token` names the turn towards the client; `stop` is the client's stop string that ended it.
+    """
 
     turn: int
+    token: str
     parsed: ParsedMessage
     message: Message
     finish: Finish
+    stop: str | None
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
     delivered: Callable[[], None]
 
 
-class _Flight:
+class Flight:
     """One generation that one or several identical requests wait for."""
 
-    def __init__(self) -> None:
+    def __init__(self, rendering: Rendering) -> None:
+        self.rendering = rendering
+        self.token = secrets.token_hex(12)
+        self.prompt_tokens: int | None = None
+        self.tail: Sequence[int] = ()
+        self.ids: tuple[int, ...] = ()
         self.task: asyncio.Task[Completion] | None = None
         self.waiters = 0
-        self.ids: tuple[int, ...] = ()
         self.progress = asyncio.Event()
+
+
+OnProgress = Callable[[Flight], None]
 
 
 class Session:
@@ -106,27 +115,31 @@ class Session:
         self,
         engine: Engine,
         rendering: Rendering,
+        config: SessionConfig | None = None,
         *,
         limits: Limits | None = None,
         max_tokens: int = 1024,
-        grace_s: float = 2.0,
-        ttl_s: float = 3600.0,
-        in_flight: int = 16,
+        canonicalisers: Sequence[str] = (),
+        others: Mapping[str, Model] | None = None,
     ) -> None:
         self.id = secrets.token_urlsafe(12)
         self.key = f"sk-miles-{secrets.token_urlsafe(24)}"
-        self.expires = time.monotonic() + ttl_s
-        self._failed: dict[bytes, str] = {}  # request key -> why its generation failed, until it succeeds
+        self.config = config or SessionConfig()
+        self.limits = limits or Limits()
+        self.expires = time.monotonic() + max(self.config.ttl_s, 1.1 * limits.wall_s if limits else 0.0)
         self.refused: dict[str, int] = {}
-        self._engine, self._rendering = engine, rendering
-        self._limits = limits or Limits()
-        self._max_tokens, self._grace_s, self._max_in_flight = max_tokens, grace_s, in_flight
-        self._records: list[_Record] = []
-        self._after: dict[bytes, int] = {}  # conversation key after a turn's answer -> newest such turn
-        self._same: dict[bytes, list[int]] = {}  # request key -> turns that answered exactly this request
-        self._flights: dict[bytes, _Flight] = {}
+        self.recorder = Recorder()
+        names = (*self.config.canonicalisers, *canonicalisers)
+        self._canonicalisers = [(name, resolve("canonicalisers", name)) for name in names]
+        self._models = {"policy": Model(engine, rendering), "untrained": Model(engine, rendering), **(others or {})}
+        unknown = sorted(set(self.config.models.values()) - set(self._models))
+        if unknown:
+            raise ConfigError(f"session.models names {unknown[0]!r}; there is: {', '.join(self._models)}")
+        self._max_tokens = max_tokens
+        self._failed: dict[bytes, str] = {}  # request key -> why its generation failed, until it succeeds
+        self._flights: dict[bytes, Flight] = {}
         self._sampled = self._reserved = 0
-        self._ended = False
+        self._closing = self._ended = False
 
     @property
     def engine_failure(self) -> str | None:
@@ -138,55 +151,86 @@ class Session:
         """Whether a model call is being answered right now."""
         return bool(self._flights)
 
-    async def complete(
-        self, request: ChatRequest, on_tokens: Callable[[tuple[int, ...]], None] | None = None
-    ) -> Completion:
+    @property
+    def turns(self) -> int:
+        """How many turns are recorded."""
+        return len(self.recorder.records)
+
+    async def complete(self, request: ChatRequest, on_progress: OnProgress | None = None) -> Completion:
         """Answer one request. Identical requests in flight share one generation.
 
         Cancelling (the client went away) aborts the generation after a grace time without waiters.
         Raises SessionError, ContextOverflow, EngineError.
         """
         self._refuse_if_ended()
-        keys = chain(root_key(request.tools), request.messages)
-        flight = self._flights.get(keys[-1])
+        model, match, asked = self._match(request)
+        flight = self._flights.get(match.flight_key)
         if flight is None:
-            replay = self._undelivered(keys[-1])
+            replay = self.recorder.undelivered(match.flight_key)
             if replay is not None:
                 return self._completion(replay)
-            flight = self._launch(request, keys, streaming=on_tokens is not None)
-        return await self._wait(flight, on_tokens)
+            flight = self._launch(request, model, match, asked, streaming=on_progress is not None)
+        return await self._wait(flight, on_progress)
 
-    def _launch(self, request: ChatRequest, keys: list[bytes], *, streaming: bool) -> _Flight:
-        if len(self._flights) >= self._max_in_flight:
+    async def count(self, request: ChatRequest) -> int:
+        """Tokens of the prompt that this request would be sampled after."""
+        self._refuse_if_ended()
+        model, match, _ = self._match(request)
+        return len((await self._prompt(request, self._models[model], match))[2])
+
+    def _match(self, request: ChatRequest) -> tuple[str, Match, dict[str, object]]:
+        """(Engine name, place in the ledger, what the client asked for and what was done to its messages)."""
+        model = next((to for name, to in self.config.models.items() if fnmatchcase(request.model, name)), "policy")
+        messages: Sequence[Message] = self._with_previous(request)
+        changed = []
+        for name, change in self._canonicalisers:
+            before, messages = messages, change(messages)
+            if list(before) != list(messages):
+                changed.append(name)
+        asked = {**request.asked, "canonicalised": changed} if changed else request.asked
+        options = (request.max_tokens, request.stop, request.may_call)
+        return model, self.recorder.match(messages, request.tools, model, options), asked
+
+    def _with_previous(self, request: ChatRequest) -> tuple[Message, ...]:
+        if request.previous is None:
+            return request.messages
+        turn = self.recorder.turn_of(request.previous)
+        if turn is None:
+            raise SessionError(
+                "previous_response_id names no stored response of this session", code="previous_response_not_found"
+            )
+        lead = [m for m in request.messages if m.get("instructions")]
+        before = [m for m in self.recorder.history(turn) if not m.get("instructions")]
+        return (*lead, *before, *(m for m in request.messages if not m.get("instructions")))
+
+    def _launch(
+        self, request: ChatRequest, model: str, match: Match, asked: dict[str, object], *, streaming: bool
+    ) -> Flight:
+        if len(self._flights) >= self.config.in_flight:
             self._refuse("too many requests in flight in this session", status=429, code="rate_limit_exceeded")
-        if len(self._records) + len(self._flights) >= self._limits.turns:
-            self._refuse(f"this episode's {self._limits.turns} model calls are used up", code="turn_limit")
-        flight = _Flight()
-        self._flights[keys[-1]] = flight
-
-        def on_tokens(ids: tuple[int, ...]) -> None:
-            flight.ids = ids
-            flight.progress.set()
-
-        flight.task = asyncio.create_task(self._run(request, keys, on_tokens if streaming else None))
-        flight.task.add_done_callback(lambda _: self._landed(keys[-1], flight))
+        if self.turns + len(self._flights) >= self.limits.turns:
+            self._refuse(f"this episode's {self.limits.turns} model calls are used up", code="turn_limit")
+        flight = Flight(self._models[model].rendering)
+        self._flights[match.flight_key] = flight
+        flight.task = asyncio.create_task(self._run(request, model, match, asked, flight, streaming))
+        flight.task.add_done_callback(lambda _: self._landed(match.flight_key, flight))
         return flight
 
-    def _landed(self, key: bytes, flight: _Flight) -> None:
+    def _landed(self, key: bytes, flight: Flight) -> None:
         self._flights.pop(key, None)
         flight.progress.set()
         if flight.task is not None and not flight.task.cancelled():
             flight.task.exception()  # seen, even when every client has gone
 
-    async def _wait(self, flight: _Flight, on_tokens: Callable[[tuple[int, ...]], None] | None) -> Completion:
+    async def _wait(self, flight: Flight, on_progress: OnProgress | None) -> Completion:
         assert flight.task is not None
         flight.waiters += 1
         try:
-            while on_tokens is not None and not flight.task.done():
+            while on_progress is not None and not flight.task.done():
+                if flight.prompt_tokens is not None:
+                    on_progress(flight)
                 await flight.progress.wait()
                 flight.progress.clear()
-                if flight.ids:
-                    on_tokens(flight.ids)
             return await asyncio.shield(flight.task)
         except asyncio.CancelledError:
             if flight.task.cancelled():
@@ -196,180 +240,178 @@ class Session:
         finally:
             flight.waiters -= 1
             if flight.waiters == 0 and not flight.task.done():
-                asyncio.get_running_loop().call_later(self._grace_s, self._abandon, flight)
+                asyncio.get_running_loop().call_later(self.config.grace_s, self._abandon, flight)
 
-    def _abandon(self, flight: _Flight) -> None:
+    def _abandon(self, flight: Flight) -> None:
         if flight.waiters == 0 and flight.task is not None:
             flight.task.cancel()
 
     async def _run(
-        self, request: ChatRequest, keys: list[bytes], on_tokens: Callable[[tuple[int, ...]], None] | None
+        self,
+        request: ChatRequest,
+        model: str,
+        match: Match,
+        asked: dict[str, object],
+        flight: Flight,
+        streaming: bool,
     ) -> Completion:
-        plan = await self._plan(request, keys)
+        plan = await self._plan(request, model, match, asked)
+        flight.prompt_tokens, flight.tail = len(plan.prompt), plan.added[-_PROMPT_TAIL:]
+        flight.progress.set()
         self._reserved += plan.max_tokens  # parallel calls share one budget
         try:
-            return await self._generate(request, plan, keys, on_tokens)
+            return await self._generate(request, plan, flight, streaming)
         except asyncio.CancelledError:
             if not self._ended:
-                self._commit_aborted(plan)
+                self._commit(plan, _NOTHING, _EMPTY, request, flight)
             raise
         finally:
             self._reserved -= plan.max_tokens
 
-    async def _generate(
-        self,
-        request: ChatRequest,
-        plan: _Plan,
-        keys: list[bytes],
-        on_tokens: Callable[[tuple[int, ...]], None] | None,
-    ) -> Completion:
-        try:
-            generated = await self._engine.generate(self._ask(plan), on_tokens)
-            _check(generated)
-            tools, ids = list(request.tools), list(generated.output_ids)
-            parsed = await self._offload(len(ids) * 4, self._rendering.parse, ids, tools, plan.prompt_ids)
-        except Exception as error:  # engine or parser: whatever the client makes of it, it is not the policy's fault
-            self._failed[plan.request_key] = f"{type(error).__name__}: {error}"
-            raise
-        self._failed.pop(plan.request_key, None)
-        self._refuse_if_ended()
-        if generated.finish is Finish.ABORT:
-            self._commit_aborted(plan)
-            raise SessionError("the engine aborted the generation; send the request again", status=503, code="aborted")
-        return self._completion(self._commit(plan, generated, _message(parsed), keys))
+    async def _generate(self, request: ChatRequest, plan: _Plan, flight: Flight, streaming: bool) -> Completion:
+        def on_tokens(ids: tuple[int, ...]) -> None:
+            flight.ids = ids
+            flight.progress.set()
 
-    async def _plan(self, request: ChatRequest, keys: list[bytes]) -> _Plan:
-        """Find the deepest turn that the request continues; nothing changes."""
-        parent, suffix = None, request.messages
-        for place in range(len(keys) - 2, -1, -1):
-            if keys[place] in self._after:
-                parent, suffix = self._after[keys[place]], request.messages[place + 1 :]
-                break
-        size = sum(len(str(message.get("content"))) for message in suffix)
-        tools, added = list(request.tools), None
-        if parent is not None:
-            before, output = self._prompt_of(parent), list(self._records[parent].generated.output_ids)
-            added = await self._offload(size, self._rendering.bridge, before, output, list(suffix), tools)
-            if added is not None:
-                prompt_ids = [*before, *output, *added]
-        if added is None:
-            size = sum(len(str(message.get("content"))) for message in request.messages)
-            added = prompt_ids = await self._offload(size, self._rendering.full, list(request.messages), tools)
-            parent, suffix = None, request.messages
+        rendering, key = plan.model.rendering, plan.match.request_key
+        try:
+            generated = await plan.model.engine.generate(
+                self._ask(request, plan, flight), on_tokens if streaming else None
+            )
+            _check(generated)
+            generated, stop = rendering.cut(generated, request.stop)
+            tools = list(request.tools) if request.may_call else []
+            ids = list(generated.output_ids)
+            parsed = await self._offload(len(ids) * 4, rendering.parse, ids, tools, list(flight.tail))
+        except Exception as error:  # engine or parser: whatever the client makes of it, it is not the policy's fault
+            self._failed[key] = f"{type(error).__name__}: {error}"
+            raise
+        self._failed.pop(key, None)
+        if self._ended:
+            self._refuse_if_ended()
+        if not request.may_call:
+            parsed = parsed.without_calls()
+        if stop is not None:
+            parsed = parsed.cut(stop)
+        turn = self._commit(plan, generated, parsed, request, flight, stop)
+        if generated.finish is Finish.ABORT:
+            raise SessionError("the engine aborted the generation; send the request again", status=503, code="aborted")
+        return self._completion(turn)
+
+    async def _plan(self, request: ChatRequest, name: str, match: Match, asked: dict[str, object]) -> _Plan:
+        """Where the turn will hang and what it is sampled after; nothing of the tree changes."""
+        model = self._models[name]
+        parent, suffix, prompt, added = await self._prompt(request, model, match)
+        self.recorder.count_edits(match)
+        place = self.recorder.place(match, parent, request.hints)
+        switches = {"side": self.config.train_side, "compaction": self.config.train_compaction}
         return _Plan(
-            parent=parent,
-            edge=self._edge(parent, keys),
-            messages=suffix,
-            added_ids=added,
-            prompt_ids=prompt_ids,
-            request_key=keys[-1],
-            max_tokens=self._room(request, len(prompt_ids)),
-            asked=request.asked,
+            model=model,
+            match=match,
+            place=place,
+            trained=name == "policy" and switches.get(place.line, True),
+            messages=tuple(suffix),
+            added=added,
+            prompt=prompt,
+            max_tokens=self._room(request, model.engine, len(prompt)),
+            asked=asked,
         )
 
-    def _edge(self, parent: int | None, keys: list[bytes]) -> Edge:
-        if keys[-1] in self._same:
-            return Edge.RETRY
-        if parent is None:
-            return Edge.BRANCH if self._records else Edge.ROOT
-        return Edge.BRANCH if self._records[parent].continued else Edge.EXTEND
+    async def _prompt(
+        self, request: ChatRequest, model: Model, match: Match
+    ) -> tuple[int | None, list[Message], Ids, Ids]:
+        """(Turn whose ids are extended, messages after it, all ids, ids after it)."""
+        tools, records = list(request.tools), self.recorder.records
+        if match.parent is not None and all(m.get("role") != "assistant" for m in match.suffix):
+            parent = records[match.parent]
+            tail, output = list(parent.prompt[-_PROMPT_TAIL:]), list(parent.output)
+            tokens = await self._offload(_size(match.suffix), model.rendering.bridge, tail, output, match.suffix, tools)
+            if tokens is not None:
+                added = array("i", tokens)
+                return match.parent, match.suffix, records.path_ids(match.parent) + added, added
+        messages = self.recorder.renderable(match.messages)
+        whole = await self._offload(_size(messages), model.rendering.full, messages, tools)
+        prompt = array("i", whole)
+        at, suffix = self.recorder.attach(match, prompt)
+        return at, suffix, prompt, prompt if at is None else prompt[len(records.path_ids(at)) :]
 
-    def _room(self, request: ChatRequest, prompt_tokens: int) -> int:
-        limit = self._engine.context_length
-        left = self._limits.tokens - self._sampled - self._reserved
+    def _room(self, request: ChatRequest, engine: Engine, prompt_tokens: int) -> int:
+        limit = min(engine.context_length, self.limits.context or engine.context_length)
+        left = self.limits.tokens - self._sampled - self._reserved
         if prompt_tokens >= limit:
+            self.refused["context_length_exceeded"] = self.refused.get("context_length_exceeded", 0) + 1
             raise ContextOverflow(prompt_tokens, limit)
         if left <= 0:
-            self._refuse(f"this episode's {self._limits.tokens} sampled tokens are used up", code="token_limit")
+            self._refuse(f"this episode's {self.limits.tokens} sampled tokens are used up", code="token_limit")
         return max(1, min(request.max_tokens or self._max_tokens, self._max_tokens, limit - prompt_tokens, left))
 
-    def _ask(self, plan: _Plan) -> GenerateRequest:
+    def _ask(self, request: ChatRequest, plan: _Plan, flight: Flight) -> GenerateRequest:
         return GenerateRequest(
-            id=secrets.token_hex(6),
+            id=flight.token,
             session=self.id,
-            prompt_ids=plan.prompt_ids,
+            prompt_ids=plan.prompt,
             max_tokens=plan.max_tokens,
-            stop_token_ids=self._rendering.stop_ids,
+            stop_token_ids=plan.model.rendering.stop_ids,
+            stop=request.stop,
         )
 
-    def _commit(self, plan: _Plan, generated: Generated, message: Message, keys: list[bytes]) -> int:
-        turn = len(self._records)
-        self._records.append(
-            _Record(
-                id=turn,
-                parent=plan.parent,
-                edge=plan.edge,
-                messages=plan.messages,
-                message=message,
-                prompt_ids=plan.added_ids,
-                generated=generated,
-                request_key=plan.request_key,
-                asked=plan.asked,
-            )
+    def _commit(
+        self,
+        plan: _Plan,
+        generated: Generated,
+        parsed: ParsedMessage,
+        request: ChatRequest,
+        flight: Flight,
+        stop: str | None = None,
+    ) -> int:
+        turn = self.turns
+        record = Record(
+            id=turn,
+            parent=plan.place.parent,
+            origin=plan.place.origin,
+            edge=plan.place.edge,
+            line=plan.place.line,
+            messages=plan.messages,
+            message=parsed.message(request.call_prefix),
+            prompt=plan.added,
+            request_key=plan.match.request_key,
+            prompt_tokens=len(plan.prompt),
+            token=flight.token,
+            stop=stop,
+            trained=plan.trained,
+            asked=plan.asked,
+            wire=request.hints.wire,
+            **packed(generated),
         )
         self._sampled += len(generated.output_ids)
-        self._same.setdefault(plan.request_key, []).append(turn)
-        self._after[chain(keys[-1], [message])[0]] = turn
-        if plan.parent is not None:
-            self._continue(plan.parent)
+        self.recorder.commit(record, plan.match, request.hints, plan.prompt)
         return turn
 
-    def _continue(self, parent: int) -> None:
-        """The client went on from `parent`: older answers to the same request are superseded."""
-        record = self._records[parent]
-        record.continued = record.delivered = True
-        record.superseded = False
-        for other in self._same[record.request_key]:
-            if other < parent and not self._records[other].continued:
-                self._records[other].superseded = True
-
-    def _commit_aborted(self, plan: _Plan) -> None:
-        nothing = Generated(output_ids=(), logprobs=(), versions=(), finish=Finish.ABORT)
-        self._records.append(
-            _Record(
-                id=len(self._records),
-                parent=plan.parent,
-                edge=plan.edge,
-                messages=plan.messages,
-                message={"role": "assistant", "content": ""},
-                prompt_ids=plan.added_ids,
-                generated=nothing,
-                request_key=plan.request_key,
-                asked=plan.asked,
-            )
-        )
-
-    def _undelivered(self, key: bytes) -> int | None:
-        turns = self._same.get(key, [])
-        return turns[-1] if turns and not self._records[turns[-1]].delivered else None
+    def answer_of(self, token: str) -> Completion:
+        """A committed turn by the token that its client knows; SessionError when there is none."""
+        turn = self.recorder.turn_of(token)
+        if turn is None:
+            raise SessionError("no stored response with this id in this session", status=404, code="not_found")
+        return self._completion(turn)
 
     def _completion(self, turn: int) -> Completion:
-        record = self._records[turn]
-        generated = record.generated
+        record = self.recorder.records[turn]
 
         def delivered() -> None:
             record.delivered = True
 
-        calls = tuple((c["function"]["name"], c["function"]["arguments"]) for c in record.message.get("tool_calls", ()))
         return Completion(
             turn=turn,
-            parsed=ParsedMessage(record.message["content"] or "", record.message.get("reasoning_content", ""), calls),
+            token=record.token,
+            parsed=ParsedMessage.of(record.message),
             message=record.message,
-            finish=generated.finish,
-            prompt_tokens=len(self._prompt_of(turn)),
-            completion_tokens=len(generated.output_ids),
-            cached_tokens=generated.cached_tokens,
+            finish=record.finish,
+            stop=record.stop,
+            prompt_tokens=record.prompt_tokens,
+            completion_tokens=len(record.output),
+            cached_tokens=record.cached_tokens,
             delivered=delivered,
         )
-
-    def _prompt_of(self, turn: int) -> list[int]:
-        """Ids that turn was sampled after."""
-        pieces, at = [self._records[turn].prompt_ids], self._records[turn].parent
-        while at is not None:
-            record = self._records[at]
-            pieces += [list(record.generated.output_ids), record.prompt_ids]
-            at = record.parent
-        return [token for piece in reversed(pieces) for token in piece]
 
     async def _offload(self, size: int, function: Callable, *args):  # type: ignore[no-untyped-def,type-arg]
         """Long texts are tokenised off the event loop, short ones at once (a thread costs more)."""
@@ -380,13 +422,16 @@ class Session:
         raise SessionError(message, status=status, code=code)
 
     def _refuse_if_ended(self) -> None:
-        if self._ended or time.monotonic() > self.expires:
+        if self._closing or time.monotonic() > self.expires:
             self._refuse("this session has ended; nothing more is sampled for it", code="session_ended")
 
     async def close(self) -> Tree:
-        """End the session: abort what is in flight, return everything recorded."""
-        self._ended = True
+        """End the session: wait `drain_s` for what is in flight, abort the rest, return everything recorded."""
+        self._closing = True  # no new requests, while those in flight may land
         tasks = [flight.task for flight in self._flights.values() if flight.task is not None]
+        if tasks and self.config.drain_s and not self._ended:
+            await asyncio.wait(tasks, timeout=self.config.drain_s)
+        self._ended = True
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -394,57 +439,29 @@ class Session:
 
     def tree(self) -> Tree:
         """The recorded turns so far."""
-        return Tree(turns=tuple(_turn(record) for record in self._records))
+        return self.recorder.records.tree()
 
     def transcript(self) -> Transcript:
-        """Messages of the path to the newest turn: what scoring reads."""
-        answered = [record.id for record in self._records if record.generated.finish is not Finish.ABORT]
+        """Messages of the path to the newest turn of the main line: what scoring reads."""
+        answered = [record for record in self.recorder.records.all if record.finish is not Finish.ABORT]
         if not answered:
             return Transcript(messages=(), final_text="", turns=0)
-        path = self.tree().path(answered[-1])
-        messages = tuple(m for turn in path for m in (*turn.messages, turn.message))
-        return Transcript(messages=messages, final_text=path[-1].message.get("content") or "", turns=len(answered))
+        newest = next((record for record in reversed(answered) if record.line == "main"), answered[-1])
+        messages = tuple(self.recorder.history(newest.id))
+        return Transcript(messages=messages, final_text=newest.message.get("content") or "", turns=len(answered))
+
+    def report(self) -> dict[str, Any]:
+        """Numbers for logs: turns, reuse of prefixes, forks and edits by cause, refusals."""
+        refused = {f"refused/{code}": count for code, count in sorted(self.refused.items())}
+        return {**self.recorder.report(), **refused}
 
 
-def _turn(record: _Record) -> Turn:
-    note = ""
-    if record.generated.finish is Finish.ABORT:
-        note = "aborted"
-    elif record.superseded:
-        note = "superseded"
-    elif not record.delivered:
-        note = "undelivered"
-    return Turn(
-        id=record.id,
-        parent=record.parent,
-        edge=record.edge,
-        messages=record.messages,
-        message=record.message,
-        prompt_ids=tuple(record.prompt_ids),
-        output_ids=record.generated.output_ids,
-        logprobs=record.generated.logprobs,
-        versions=record.generated.versions,
-        finish=record.generated.finish,
-        trainable=not note,
-        note=note,
-        asked=dict(record.asked),
-    )
+_EMPTY = ParsedMessage("", "", ())
+_NOTHING = Generated(output_ids=(), logprobs=(), versions=(), finish=Finish.ABORT)
 
 
-def _message(parsed: ParsedMessage) -> Message:
-    message: Message = {"role": "assistant", "content": parsed.content}
-    if parsed.reasoning:
-        message["reasoning_content"] = parsed.reasoning
-    if parsed.calls:
-        message["tool_calls"] = [
-            {
-                "id": f"call_{secrets.token_hex(12)}",
-                "type": "function",
-                "function": {"name": n, "arguments": a},
-            }
-            for n, a in parsed.calls
-        ]
-    return message
+def _size(messages: Sequence[Message]) -> int:
+    return sum(len(str(message.get("content"))) for message in messages)
 
 
 def _check(generated: Generated) -> None:
@@ -457,3 +474,5 @@ def _check(generated: Generated) -> None:
         )
     if not generated.output_ids and generated.finish is not Finish.ABORT:
         raise EngineError("engine returned no tokens")
+    if any(type(token) is not int or not 0 <= token < 1 << 31 for token in generated.output_ids):
+        raise EngineError("engine returned something that is no token id; the turn is refused")

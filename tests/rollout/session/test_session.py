@@ -1,10 +1,12 @@
 """The tree: what is recorded, whatever clients do to the text."""
 
 import asyncio
+import time
 
 import pytest
 
 from miles.errors import ContextOverflow, EngineError, SessionError
+from miles.rollout.session.config import SessionConfig
 from miles.rollout.session.session import ChatRequest, Session
 from miles.types import Edge, Finish, Generated, Limits
 
@@ -25,8 +27,10 @@ def session_of(engine_of, rendering):
     def make(script, **settings):
         latency = settings.pop("latency_s", 0.0)
         context = settings.pop("context_length", 4096)
+        limits, names = settings.pop("limits", None), settings.pop("canonicalisers", ())
         engine = engine_of(script, latency_s=latency, context_length=context)
-        return Session(engine, rendering, max_tokens=64, grace_s=0.05, **settings), engine
+        config = SessionConfig(**{"grace_s": 0.05, **settings})
+        return Session(engine, rendering, config, limits=limits, max_tokens=64, canonicalisers=names), engine
 
     return make
 
@@ -180,7 +184,8 @@ async def test_an_ended_session_refuses_for_good(session_of):
 
 
 async def test_a_session_has_an_end_of_life(session_of):
-    session, engine = session_of(["answer 1"], ttl_s=-1.0)
+    session, engine = session_of(["answer 1"])
+    session.expires = time.monotonic() - 1
     with pytest.raises(SessionError, match="this session has ended"):
         await session.complete(ask(USER))
     assert engine.requests == []
