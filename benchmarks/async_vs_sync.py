@@ -20,9 +20,9 @@ from miles.envs.vault import VaultTaskset
 from miles.recipes.tiny_model import TinyModelConfig, make_tiny_model
 from miles.rollout.engines.scripted import ScriptedEngine
 from miles.rollout.episode import EpisodeRunner, GenerateContext
+from miles.rollout.rendering.families import load_rendering
+from miles.rollout.rendering.rendering import Rendering
 from miles.rollout.scheduler import AsyncRollout, RolloutConfig
-from miles.rollout.session.families import load_rendering
-from miles.rollout.session.rendering import Rendering
 from miles.rollout.session.server import SessionServer
 from miles.rollout.session.session import ChatRequest
 from miles.sandboxes.local import LocalBackend

@@ -19,8 +19,8 @@ from typing import Any
 from miles.envs.vault import VaultTaskset
 from miles.recipes.tiny_model import TinyModelConfig, make_tiny_model
 from miles.rollout.engines.scripted import ScriptedEngine
-from miles.rollout.session.families import load_rendering
-from miles.rollout.session.rendering import Rendering
+from miles.rollout.rendering.families import load_rendering
+from miles.rollout.rendering.rendering import Rendering
 from miles.rollout.session.server import SessionServer
 from miles.sandboxes.shell import SHELL_TOOL
 from miles.types import GenerateRequest, Message

@@ -6,8 +6,8 @@ import pytest
 
 from miles.envs.vault import VaultTaskset
 from miles.recipes.tiny_model import TinyModelConfig, make_tiny_model
-from miles.rollout.session.families import load_rendering
-from miles.rollout.session.rendering import Rendering
+from miles.rollout.rendering.families import load_rendering
+from miles.rollout.rendering.rendering import Rendering
 
 
 @pytest.fixture

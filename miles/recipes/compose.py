@@ -26,9 +26,9 @@ from miles.rollout.engines.inprocess import InProcessEngine
 from miles.rollout.episode import AgentGenerate, EpisodeRunner, Generate
 from miles.rollout.evaluation import SharedEvaluator
 from miles.rollout.layers import RolloutSource
+from miles.rollout.rendering.families import check_tokenizer, load_rendering
+from miles.rollout.rendering.rendering import Rendering
 from miles.rollout.scheduler import AsyncRollout
-from miles.rollout.session.families import check_tokenizer, load_rendering
-from miles.rollout.session.rendering import Rendering
 from miles.rollout.session.server import SessionServer
 from miles.runs import RunFolder
 from miles.sandboxes.pool import SandboxPool

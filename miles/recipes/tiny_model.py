@@ -13,8 +13,8 @@ from typing import Any
 from pydantic import Field
 
 from miles.config import Config
-from miles.rollout.session.guard import GuardedTokenizer
-from miles.rollout.session.rendering import Rendering
+from miles.rollout.rendering.guard import GuardedTokenizer
+from miles.rollout.rendering.rendering import Rendering
 from miles.types import Message, ToolSpec
 
 __all__ = ["TinyModelConfig", "make_tiny_model"]

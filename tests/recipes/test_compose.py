@@ -15,7 +15,7 @@ import pytest
 
 from miles.recipes.compose import launch
 from miles.recipes.config import load_recipe
-from miles.rollout.session.families import load_rendering
+from miles.rollout.rendering.families import load_rendering
 from miles.runs import RunFolder
 from miles.trainer.batch import build_batch
 from miles.types import Group, Tree

@@ -239,7 +239,7 @@ async def test_other_settings_keep_the_optimizers_moments(model, tmp_path):
 async def test_an_exported_model_is_a_hugging_face_directory_with_its_tokenizer(model, tmp_path):
     async with Trainer(model, tmp_path, TrainerConfig(ranks=0)) as trainer:
         weights = await trainer.weights(4, tmp_path / "hf")
-    from miles.rollout.session.families import load_rendering
+    from miles.rollout.rendering.families import load_rendering
 
     assert load_rendering(weights.directory).encode("amber")
     loaded = AutoModelForCausalLM.from_pretrained(weights.directory, dtype=torch.float32).state_dict()

@@ -8,7 +8,8 @@ such noise in the open: the policy sees exactly what is recorded, and each turn 
 import re
 from collections.abc import Callable, Sequence
 
-from miles.rollout.session.matching import calls_of, text_of
+from miles.rollout.rendering.text import text_of
+from miles.rollout.session.matching import calls_of
 from miles.types import Message
 
 __all__ = ["Canonicaliser", "freeze_clock", "sort_tool_results", "strip_billing"]

@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from miles.config import Config
-from miles.rollout.session.rendering import RenderingConfig
+from miles.rollout.rendering.rendering import RenderingConfig
 
 __all__ = ["SessionConfig"]
 

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from miles.rollout.session.matching import calls_of, text_of
+from miles.rollout.rendering.text import text_of
+from miles.rollout.session.matching import calls_of
 from miles.types import Edge, Message, ToolSpec
 
 __all__ = ["Hints", "Origins", "read_hints", "task_of"]

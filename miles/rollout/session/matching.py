@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from miles.errors import SessionError
+from miles.rollout.rendering.text import text_of
 from miles.types import Message, ToolSpec
 
-__all__ = ["Lines", "calls_of", "chain", "root_key", "text_of"]
+__all__ = ["Lines", "calls_of", "chain", "root_key"]
 
 _REMEMBERED_LINES = 4
 
@@ -84,34 +84,9 @@ class Lines:
         return best, length
 
 
-def text_of(content: Any) -> str:
-    """Text of a content that is a string, null, or a list of text parts.
-
-    Raises SessionError for parts that this model cannot read.
-    """
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list):
-        return "".join(_part(part) for part in content)
-    raise SessionError(f"message content must be text or a list of parts, not {type(content).__name__}")
-
-
 def calls_of(message: Message) -> list[tuple[str, str, Any]]:
     """(id, name, arguments) of each tool call; arguments as JSON values where they are JSON, else the raw text."""
     return [_call(call) for call in message.get("tool_calls") or ()]
-
-
-def _part(part: Any) -> str:
-    if isinstance(part, str):
-        return part
-    if isinstance(part, dict) and isinstance(part.get("text"), str):
-        return str(part["text"])
-    if isinstance(part, dict) and part.get("type") == "refusal":
-        return str(part.get("refusal", ""))
-    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-    raise SessionError(f"content part {kind!r} is not supported: this session reads text only")
 
 
 def _normal(message: Message) -> dict[str, Any]:

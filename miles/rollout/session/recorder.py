@@ -8,8 +8,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from miles.rollout.rendering.text import text_of
 from miles.rollout.session.edges import Hints, Origins, task_of
-from miles.rollout.session.matching import Lines, calls_of, chain, root_key, text_of
+from miles.rollout.session.matching import Lines, calls_of, chain, root_key
 from miles.rollout.session.records import Ids, Record, Records
 from miles.types import LINES, Edge, Finish, Message, ToolSpec
 

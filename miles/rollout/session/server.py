@@ -26,13 +26,13 @@ from starlette.routing import Route
 
 from miles.errors import ConfigError, MilesError, SessionError
 from miles.rollout.engines.base import Engine
-from miles.rollout.session.chat import ChatDialect
+from miles.rollout.rendering.rendering import Rendering
 from miles.rollout.session.config import SessionConfig
-from miles.rollout.session.dialect import Dialect, Stream, Wishes
-from miles.rollout.session.messages import MessagesDialect
-from miles.rollout.session.openapi import OPENAPI
-from miles.rollout.session.rendering import Rendering
-from miles.rollout.session.responses import ResponsesDialect
+from miles.rollout.session.dialects.base import Dialect, Stream, Wishes
+from miles.rollout.session.dialects.chat import ChatDialect
+from miles.rollout.session.dialects.messages import MessagesDialect
+from miles.rollout.session.dialects.openapi import OPENAPI
+from miles.rollout.session.dialects.responses import ResponsesDialect
 from miles.rollout.session.session import ChatRequest, Completion, Flight, Model, Session
 from miles.types import Limits
 

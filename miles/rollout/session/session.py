@@ -17,11 +17,11 @@ from typing import Any
 from miles.errors import ConfigError, ContextOverflow, EngineError, SessionError
 from miles.registry import resolve
 from miles.rollout.engines.base import Engine
+from miles.rollout.rendering.rendering import ParsedMessage, Rendering
 from miles.rollout.session.config import SessionConfig
 from miles.rollout.session.edges import Hints
 from miles.rollout.session.recorder import Match, Place, Recorder
 from miles.rollout.session.records import Ids, Record, packed
-from miles.rollout.session.rendering import ParsedMessage, Rendering
 from miles.types import Finish, Generated, GenerateRequest, Limits, Message, ToolSpec, Transcript, Tree
 
 __all__ = ["ChatRequest", "Completion", "Flight", "Model", "Session"]

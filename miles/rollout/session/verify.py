@@ -12,8 +12,8 @@ from typing import Any
 
 from miles.errors import MilesError, SessionError
 from miles.rollout.engines.scripted import ScriptedEngine
+from miles.rollout.rendering.rendering import Rendering
 from miles.rollout.session.config import SessionConfig
-from miles.rollout.session.rendering import Rendering
 from miles.rollout.session.session import ChatRequest, Completion, Session
 from miles.types import Finish, Generated, GenerateRequest, Message, ToolSpec, Tree
 
@@ -27,6 +27,7 @@ TOOL: ToolSpec = {
         "parameters": {"type": "object", "properties": {"what": {"type": "string"}}, "required": ["what"]},
     },
 }
+_NOTHINGS: tuple[Any, ...] = (None, "", [])
 _ODD = "naïve 你好 🙂 \u200bé\n\tfin"
 
 
@@ -191,7 +192,7 @@ async def _reasoning(play: _Play) -> None:
 async def _empty(play: _Play) -> None:
     messages: list[Message] = [_user("say nothing")]
     done = await play.ask(messages, play.rendering.stop_ids[:1])
-    for nothing in (None, "", []):
+    for nothing in _NOTHINGS:
         again = [*messages, {**done.message, "content": nothing}, _user(f"and now {nothing!r}?")]
         await play.ask(again, play.sampled(messages, {"role": "assistant", "content": "well"}))
 

@@ -1,7 +1,8 @@
 import pytest
 
 from miles.errors import SessionError
-from miles.rollout.session.matching import chain, root_key, text_of
+from miles.rollout.rendering.text import text_of
+from miles.rollout.session.matching import chain, root_key
 
 ROOT = root_key([])
 CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}

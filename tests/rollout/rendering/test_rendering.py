@@ -1,8 +1,8 @@
 import pytest
 
 from miles.errors import ConfigError, SessionError
-from miles.rollout.session.families import load_rendering
-from miles.rollout.session.rendering import RenderingConfig
+from miles.rollout.rendering.families import load_rendering
+from miles.rollout.rendering.rendering import RenderingConfig
 from miles.sandboxes.shell import SHELL_TOOL
 
 USER = {"role": "user", "content": "open amber"}

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from miles.config import Config
 from miles.errors import ConfigError, SessionError
-from miles.rollout.session.guard import GuardedTokenizer
-from miles.rollout.session.matching import text_of
+from miles.rollout.rendering.guard import GuardedTokenizer
+from miles.rollout.rendering.text import text_of
 from miles.types import Finish, Generated, Message, ToolSpec
 
 __all__ = ["ParsedMessage", "Rendering", "RenderingConfig"]

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from miles.errors import SessionError
-from miles.rollout.session.dialect import Wishes
-from miles.rollout.session.matching import text_of
+from miles.rollout.rendering.text import text_of
+from miles.rollout.session.dialects.base import Wishes
 from miles.types import Message, ToolSpec
 
 __all__ = ["Kinds", "messages_of", "tools_of"]

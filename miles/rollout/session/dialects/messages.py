@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from miles.errors import MilesError, SessionError
-from miles.rollout.session.dialect import (
+from miles.rollout.session.dialects.base import (
     Wishes,
     check_messages,
     event,

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from miles.errors import ConfigError, SessionError
-from miles.rollout.session.guard import GuardedTokenizer
-from miles.rollout.session.rendering import Rendering, RenderingConfig
-from miles.rollout.session.template import TemplateRenderer
+from miles.rollout.rendering.guard import GuardedTokenizer
+from miles.rollout.rendering.rendering import Rendering, RenderingConfig
+from miles.rollout.rendering.template import TemplateRenderer
 from miles.types import Message, ToolSpec
 
 __all__ = ["check_tokenizer", "families", "load_rendering", "rendering_of", "self_test"]

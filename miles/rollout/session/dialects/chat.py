@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from miles.errors import MilesError, SessionError
-from miles.rollout.session.dialect import (
+from miles.rollout.rendering.text import text_of
+from miles.rollout.session.dialects.base import (
     Wishes,
     check_messages,
     event,
@@ -17,7 +18,6 @@ from miles.rollout.session.dialect import (
     truncated,
 )
 from miles.rollout.session.edges import read_hints
-from miles.rollout.session.matching import text_of
 from miles.rollout.session.session import ChatRequest, Completion
 from miles.types import Message, ToolSpec
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from miles.errors import MilesError
-from miles.rollout.session.chat import ChatDialect
-from miles.rollout.session.dialect import Wishes, event, positive, settled, status_of, truncated
+from miles.rollout.session.dialects.base import Wishes, event, positive, settled, status_of, truncated
+from miles.rollout.session.dialects.chat import ChatDialect
+from miles.rollout.session.dialects.items import Kinds, messages_of, tools_of
 from miles.rollout.session.edges import read_hints
-from miles.rollout.session.items import Kinds, messages_of, tools_of
 from miles.rollout.session.session import ChatRequest, Completion
 
 __all__ = ["ResponsesDialect", "ResponsesStream"]

@@ -1,0 +1,1 @@
+"""Wire formats of the clients: OpenAI chat completions and Responses, Anthropic Messages."""
