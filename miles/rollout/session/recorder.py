@@ -215,8 +215,11 @@ class Recorder:
         prompts = sum(record.prompt_tokens for record in records)
         added = sum(len(record.prompt) for record in records)
         edges = Counter(record.edge.value for record in records)
+        parents = {record.parent for record in records}
+        ends = [r for r in records if r.line == "main" and r.id not in parents and not r.superseded]
         return {
             "turns": len(records),
+            "abandoned": max(0, len(ends) - 1),  # main-line turns that the client left for another branch
             "prefix_reused": 1 - added / prompts if prompts else 0.0,
             **{f"edge/{name}": count for name, count in sorted(edges.items())},
             **dict(sorted(self.counters.items())),
