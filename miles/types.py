@@ -242,8 +242,7 @@ class Group:
 class GenerateRequest:
     """What an engine is asked. `session` is the affinity key; `max_tokens` counts new tokens.
 
-    `prompt_ids` is any sequence of ints, often an `array`. An engine may end early once its text holds one of
-    the strings in `stop`; the session cuts exactly there in any case.
+    `prompt_ids` is any sequence of ints, often an `array`.
     """
 
     id: str
@@ -251,7 +250,6 @@ class GenerateRequest:
     prompt_ids: Sequence[int]
     max_tokens: int
     stop_token_ids: tuple[int, ...] = ()
-    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from miles.config import Config
 from miles.errors import ConfigError, SessionError
 from miles.rollout.rendering.guard import GuardedTokenizer
 from miles.rollout.rendering.text import text_of
-from miles.types import Finish, Generated, Message, ToolSpec
+from miles.types import Message, ToolSpec
 
 __all__ = ["ParsedMessage", "Rendering", "RenderingConfig"]
 
@@ -67,8 +67,8 @@ class ParsedMessage:
         return message
 
     def cut(self, stop: str) -> "ParsedMessage":
-        """Without what a client's stop string ends."""
-        return replace(self, content=self.content.partition(stop)[0])
+        """Without the client's stop string and what follows: the answer ends there, calls and all."""
+        return ParsedMessage(self.content.partition(stop)[0], self.reasoning, ())
 
     def without_calls(self) -> "ParsedMessage":
         return replace(self, calls=(), call_ids=())
@@ -179,33 +179,28 @@ class Rendering:
                 ids.append(str(attempt.id or ""))
             elif not partial:
                 content += f"<tool_call>{attempt.raw}"
-        return ParsedMessage(content, parsed.reasoning_content or "", tuple(calls), tuple(ids))
+        return ParsedMessage(content, (parsed.reasoning_content or "").strip(), tuple(calls), tuple(ids))
 
-    def cut(self, generated: Generated, stop: tuple[str, ...]) -> tuple[Generated, str | None]:
-        """End a generation at the token that completes the first of a client's stop strings.
+    def cut(
+        self, ids: list[int], stop: tuple[str, ...], parsed: ParsedMessage, tools: list[ToolSpec], prompt: list[int]
+    ) -> tuple[int, str | None]:
+        """(How many ids make up an answer that a client's stop string ends, which string); all ids and None else.
 
-        A prefix of a sample is a sample of the process that stops there, so ids and logprobs stay exact.
+        Stop strings are looked for in the answer's text, not in its thinking or in calls, and the answer ends with
+        the token that completes the first one.
         """
-        ids = list(generated.output_ids)
-        text = self.decode(ids) if stop else ""
-        found = min(((text.find(s) + len(s), s) for s in stop if s in text), default=None)
+        found = min(((parsed.content.find(s) + len(s), s) for s in stop if s in parsed.content), default=None)
         if found is None:
-            return generated, None
-        low, high = 1, len(ids)  # the fewest tokens whose text holds a stop string
+            return len(ids), None
+        low, high = 1, len(ids)
         while low < high:
             middle = (low + high) // 2
-            if any(s in self.decode(ids[:middle]) for s in stop):
+            text = self.parse(ids[:middle], tools, prompt, partial=True).content
+            if any(s in text for s in stop):
                 high = middle
             else:
                 low = middle + 1
-        kept = replace(
-            generated,
-            output_ids=generated.output_ids[:low],
-            logprobs=generated.logprobs[:low],
-            versions=generated.versions[:low],
-            finish=Finish.STOP,
-        )
-        return kept, found[1]
+        return low, found[1]
 
     @property
     def control(self) -> list[str]:

@@ -10,7 +10,7 @@ import secrets
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -279,10 +279,10 @@ class Session:
                 self._ask(request, plan, flight), on_tokens if streaming else None
             )
             _check(generated)
-            generated, stop = rendering.cut(generated, request.stop)
             tools = list(request.tools) if request.may_call else []
-            ids = list(generated.output_ids)
-            parsed = await self._offload(len(ids) * 4, rendering.parse, ids, tools, list(flight.tail))
+            ids, tail = list(generated.output_ids), list(flight.tail)
+            parsed = await self._offload(len(ids) * 4, rendering.parse, ids, tools, tail)
+            count, stop = rendering.cut(ids, request.stop, parsed, tools, tail)
         except Exception as error:  # engine or parser: whatever the client makes of it, it is not the policy's fault
             self._failed[key] = f"{type(error).__name__}: {error}"
             raise
@@ -292,7 +292,7 @@ class Session:
         if not request.may_call:
             parsed = parsed.without_calls()
         if stop is not None:
-            parsed = parsed.cut(stop)
+            generated, parsed = _first(generated, count), parsed.cut(stop)
         turn = self._commit(plan, generated, parsed, request, flight, stop)
         if generated.finish is Finish.ABORT:
             raise SessionError("the engine aborted the generation; send the request again", status=503, code="aborted")
@@ -352,7 +352,6 @@ class Session:
             prompt_ids=plan.prompt,
             max_tokens=plan.max_tokens,
             stop_token_ids=plan.model.rendering.stop_ids,
-            stop=request.stop,
         )
 
     def _commit(
@@ -458,6 +457,17 @@ class Session:
 
 _EMPTY = ParsedMessage("", "", ())
 _NOTHING = Generated(output_ids=(), logprobs=(), versions=(), finish=Finish.ABORT)
+
+
+def _first(generated: Generated, count: int) -> Generated:
+    """The first tokens of a generation: what is sampled by the same process when it stops there."""
+    return replace(
+        generated,
+        output_ids=generated.output_ids[:count],
+        logprobs=generated.logprobs[:count],
+        versions=generated.versions[:count],
+        finish=Finish.STOP,
+    )
 
 
 def _size(messages: Sequence[Message]) -> int:
