@@ -1,6 +1,7 @@
 """Which renderer speaks for a model: by name, or the one that renders as the model's own template does."""
 
 import base64
+import hashlib
 import json
 import logging
 import os
@@ -172,15 +173,25 @@ def _give_harmony_its_vocabulary(tokenizer: GuardedTokenizer) -> None:
     """gpt-oss is rendered by OpenAI's library, which would download the vocabulary that the model already has."""
     if "TIKTOKEN_ENCODINGS_BASE" in os.environ:
         return
-    folder = Path(tempfile.mkdtemp(prefix="miles-harmony-"))
     lines = sorted(
         (token_id, base64.b64encode(bytes(_BYTES[c] for c in token)).decode())
         for token, token_id in json.loads(tokenizer.backend_tokenizer.to_str())["model"]["vocab"].items()
-        if all(c in _BYTES for c in token)
+        if isinstance(token, str) and all(c in _BYTES for c in token)
     )
-    text = "".join(f"{encoded} {token_id}\n" for token_id, encoded in lines)
-    (folder / "o200k_base.tiktoken").write_text(text)
+    text = "".join(f"{encoded} {token_id}\n" for token_id, encoded in lines).encode()
+    if hashlib.sha256(text).hexdigest() != _O200K_SHA256:
+        raise ConfigError("cannot render as family 'gpt-oss': this is not gpt-oss's vocabulary")
+    folder = Path(tempfile.gettempdir()) / f"miles-o200k-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise ConfigError(f"{folder} belongs to somebody else; remove it, or set TMPDIR")
+    partial = folder / f"{os.getpid()}.partial"
+    partial.write_bytes(text)
+    partial.replace(folder / "o200k_base.tiktoken")
     os.environ["TIKTOKEN_ENCODINGS_BASE"] = str(folder)
+
+
+_O200K_SHA256 = "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d"  # that openai-harmony insists on
 
 
 def _byte_letters() -> dict[str, int]:
