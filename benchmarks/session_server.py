@@ -1,8 +1,9 @@
-"""What the session server adds to a turn: the same scripted engine, asked directly and through HTTP, in one run.
+"""What the session server adds: the same scripted engine, asked directly and through HTTP, in one run.
 
-    python benchmarks/session_server.py [--turns 4] [--sessions 200]
+    python benchmarks/session_server.py [--turns 4] [--sessions 200] [--history 100000] [--model DIR]
 
-The raw client runs in the same process as the server, so its own cost is part of what is shown.
+The raw client runs in the same process as the server, so its own cost is part of what is shown. `--model` takes a
+real tokenizer; without it the tiny model's is used.
 """
 
 import argparse
@@ -12,7 +13,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,18 @@ from miles.rollout.engines.scripted import ScriptedEngine
 from miles.rollout.rendering.families import load_rendering
 from miles.rollout.rendering.rendering import Rendering
 from miles.rollout.session.server import SessionServer
+from miles.rollout.session.session import ChatRequest, Session
 from miles.sandboxes.shell import SHELL_TOOL
-from miles.types import GenerateRequest, Message
+from miles.trainer.rows import tree_rows
+from miles.types import GenerateRequest, Limits, Message
 
-CALL = '<tool_call>\n{"name": "shell", "arguments": {"command": "cat amber"}}\n</tool_call>'
+CALL: Message = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"id": "0", "type": "function", "function": {"name": "shell", "arguments": {"command": "ls"}}}],
+}
+USER: Message = {"role": "user", "content": "open amber"}
+MANY = Limits(turns=1 << 20, tokens=1 << 40, wall_s=3600)
 
 
 class RawClient:
@@ -34,94 +43,179 @@ class RawClient:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
 
-    async def post(self, path: str, key: str, body: Mapping[str, object]) -> dict[str, Any]:
+    @classmethod
+    async def to(cls, server: SessionServer) -> "RawClient":
+        host, port = server.url.removeprefix("http://").split(":")
+        return cls(*await asyncio.open_connection(host, int(port), limit=1 << 24))
+
+    async def post(self, session: Session, body: Mapping[str, object]) -> tuple[float, dict[str, Any]]:
+        """(Seconds from the first byte sent to the last one read, the assistant's message)."""
         data = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nContent-Length: {len(data)}\r\n\r\n"
+        head = (
+            f"POST /s/{session.id}/v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
+            f"Authorization: Bearer {session.key}\r\nContent-Length: {len(data)}\r\n\r\n"
+        )
+        began = time.perf_counter()
         self._writer.write(head.encode() + data)
         header = await self._reader.readuntil(b"\r\n\r\n")
         length = int(header.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
-        reply: dict[str, Any] = json.loads(await self._reader.readexactly(length))
-        return reply
+        reply = await self._reader.readexactly(length)
+        taken = time.perf_counter() - began
+        message: dict[str, Any] = json.loads(reply)["choices"][0]["message"]
+        return taken, message
+
+    def close(self) -> None:
+        self._writer.close()
 
 
 def scripted(rendering: Rendering) -> ScriptedEngine:
     """An engine that calls the tool for ever, at once."""
-    ids = [*rendering.encode(CALL), rendering.stop_ids[0]]
+    ids = rendering.sampled_for([USER], CALL, [SHELL_TOOL])
     return ScriptedEngine(lambda request: ids)
 
 
-async def direct(rendering: Rendering, sessions: int, turns: int, concurrency: int) -> list[float]:
+def followed(messages: Sequence[Message], answer: Message, text: str) -> list[Message]:
+    call = answer["tool_calls"][0]["id"]
+    return [*messages, answer, {"role": "tool", "tool_call_id": call, "content": text}]
+
+
+async def direct(rendering: Rendering, calls: int) -> list[float]:
     """Seconds of each engine call without a server."""
-    engine, times, slots = scripted(rendering), [], asyncio.Semaphore(concurrency)
-    prompt = rendering.full([{"role": "user", "content": "open amber"}], [SHELL_TOOL])
-
-    async def one(session: int) -> None:
-        async with slots:
-            for turn in range(turns):
-                request = GenerateRequest(id=f"{turn}", session=str(session), prompt_ids=prompt, max_tokens=64)
-                began = time.perf_counter()
-                await engine.generate(request)
-                times.append(time.perf_counter() - began)
-
-    await asyncio.gather(*(one(n) for n in range(sessions)))
+    engine, times = scripted(rendering), []
+    prompt = rendering.full([USER], [SHELL_TOOL])
+    for turn in range(calls):
+        request = GenerateRequest(id=f"{turn}", session="0", prompt_ids=prompt, max_tokens=64)
+        began = time.perf_counter()
+        await engine.generate(request)
+        times.append(time.perf_counter() - began)
     return times
 
 
-async def served(rendering: Rendering, sessions: int, turns: int, concurrency: int) -> list[float]:
-    """Seconds of each turn of a growing conversation through the server."""
+async def served(rendering: Rendering, sessions: int, turns: int, open_at_once: int) -> list[float]:
+    """Seconds of each turn of growing conversations, `open_at_once` of them at a time."""
     times: list[float] = []
-    clients: asyncio.Queue[RawClient] = asyncio.Queue()
     async with SessionServer(scripted(rendering), rendering, max_tokens=64) as server:
-        host, port = server.url.removeprefix("http://").split(":")
-        for _ in range(concurrency):
-            clients.put_nowait(RawClient(*await asyncio.open_connection(host, int(port), limit=1 << 24)))
+        slots: asyncio.Queue[RawClient] = asyncio.Queue()
+        for _ in range(open_at_once):
+            slots.put_nowait(await RawClient.to(server))
 
         async def one() -> None:
-            client, session = await clients.get(), server.open()
-            messages: list[Message] = [{"role": "user", "content": "open amber"}]
+            client, session, messages = await slots.get(), server.open(MANY), [USER]
             for _ in range(turns):
                 body = {"model": "m", "messages": messages, "tools": [SHELL_TOOL]}
-                began = time.perf_counter()
-                reply = await client.post(f"/s/{session.id}/v1/chat/completions", session.key, body)
-                times.append(time.perf_counter() - began)
-                message = reply["choices"][0]["message"]
-                call = message["tool_calls"][0]["id"]
-                messages += [message, {"role": "tool", "tool_call_id": call, "content": "see birch"}]
+                taken, answer = await client.post(session, body)
+                times.append(taken)
+                messages = followed(messages, answer, "see birch")
             await server.end(session)
-            clients.put_nowait(client)
+            slots.put_nowait(client)
 
         await asyncio.gather(*(one() for _ in range(sessions)))
-        while not clients.empty():
-            clients.get_nowait()._writer.close()
+        while not slots.empty():
+            slots.get_nowait().close()
     return times
+
+
+async def histories(rendering: Rendering, history: int, text: str, step: int) -> tuple[list[float], list[float]]:
+    """(Seconds of turns that add `step` tokens to nothing, and to a history of `history` tokens)."""
+    fresh: list[float] = []
+    late: list[float] = []
+    async with SessionServer(scripted(rendering), rendering, max_tokens=64) as server:
+        client, old = await RawClient.to(server), server.open(MANY)
+        messages: list[Message] = [USER]
+        for turn in range(history // step + 20):
+            body = {"model": "m", "messages": messages, "tools": [SHELL_TOOL]}
+            taken, answer = await client.post(old, body)
+            messages = followed(messages, answer, f"{turn} {text}")
+            if turn < history // step:
+                continue
+            late.append(taken)
+            young = server.open(MANY)  # measured beside each other, turn by turn
+            alone = {"model": "m", "messages": [{"role": "user", "content": f"{turn} {text}"}], "tools": [SHELL_TOOL]}
+            fresh.append((await client.post(young, alone))[0])
+            await server.end(young)
+        client.close()
+    return fresh, late
+
+
+async def memory(rendering: Rendering, text: str, turns: int) -> tuple[float, float, int, int]:
+    """(Bytes a token kept, seconds to make rows of the tree, turns, tokens)."""
+    session, messages = Session(scripted(rendering), rendering, limits=MANY, max_tokens=64), [USER]
+    for turn in range(turns):
+        done = await session.complete(ChatRequest(messages=tuple(messages), tools=(SHELL_TOOL,)))
+        done.delivered()
+        messages = followed(messages, done.message, f"{turn} {text}")
+    records = session.recorder.records
+    tokens = sum(len(record.prompt) + len(record.output) for record in records.all)
+    tree = await session.close()
+    began = time.perf_counter()
+    rows = tree_rows(tree)
+    taken = time.perf_counter() - began
+    assert len(rows) == 1
+    return records.bytes / tokens, taken, turns, tokens
 
 
 def percentile(times: list[float], share: float) -> float:
     return 1000 * sorted(times)[min(len(times) - 1, int(share * len(times)))]
 
 
+def tiny_rendering(folder: Path) -> Rendering:
+    taskset = VaultTaskset()
+    demos = list(itertools.islice(taskset.demonstrations(0), 64))
+    messages, tools = max(demos, key=lambda demo: len(demo[0]))
+    make_tiny_model(folder, TinyModelConfig(), seed=0, words=taskset.vocabulary(), tools=tools, example=messages)
+    return load_rendering(folder)
+
+
+def text_of_tokens(rendering: Rendering, count: int) -> str:
+    """English-looking text of about `count` tokens."""
+    words = [
+        "the",
+        "quick",
+        "brown",
+        "fox",
+        "opens",
+        "an",
+        "amber",
+        "vault",
+        "and",
+        "reads",
+        "what",
+        "birch",
+        "told",
+        "him",
+        "about",
+        "the",
+        "key",
+    ]
+    each = len(rendering.encode(" ".join(words))) / len(words)
+    return " ".join(itertools.islice(itertools.cycle(words), int(count / each)))
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--turns", type=int, default=4)
     options.add_argument("--sessions", type=int, default=400)
+    options.add_argument("--history", type=int, default=100_000)
+    options.add_argument("--model", type=Path, help="a directory with a real tokenizer")
     asked = options.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        taskset = VaultTaskset()
-        demos = list(itertools.islice(taskset.demonstrations(0), 64))
-        messages, tools = max(demos, key=lambda demo: len(demo[0]))
-        words = taskset.vocabulary()
-        make_tiny_model(Path(folder), TinyModelConfig(), seed=0, words=words, tools=tools, example=messages)
-        rendering = load_rendering(Path(folder))
-    print(f"{asked.sessions} sessions x {asked.turns} turns, tool call and tool result each turn")
-    print(f"{'open':>5} {'direct p50':>11} {'served p50':>11} {'added p50':>10} {'served p99':>11} {'turns/s':>8}")
-    for concurrency in (1, 16, 64):
-        plain = asyncio.run(direct(rendering, asked.sessions, asked.turns, concurrency))
+        rendering = load_rendering(asked.model) if asked.model else tiny_rendering(Path(folder))
+    print(f"family {rendering.family}; {asked.turns} turns a session, a tool call and its result each turn")
+    base = 1000 * statistics.median(asyncio.run(direct(rendering, 400)))
+    print(f"{'open':>5} {'direct p50':>11} {'added p50':>10} {'added p99':>10} {'turns/s':>8}")
+    for open_at_once in (1, 64, 1000):
+        count = max(asked.sessions, open_at_once)
         began = time.perf_counter()
-        through = asyncio.run(served(rendering, asked.sessions, asked.turns, concurrency))
+        through = asyncio.run(served(rendering, count, asked.turns, open_at_once))
         rate = len(through) / (time.perf_counter() - began)
-        p50, base = 1000 * statistics.median(through), 1000 * statistics.median(plain)
-        cells = f"{base:9.3f}ms {p50:9.3f}ms {p50 - base:8.3f}ms {percentile(through, 0.99):9.3f}ms {rate:8.0f}"
-        print(f"{concurrency:5} {cells}")
+        p50, p99 = 1000 * statistics.median(through) - base, percentile(through, 0.99) - base
+        print(f"{open_at_once:5} {base:9.3f}ms {p50:8.3f}ms {p99:8.3f}ms {rate:8.0f}")
+    text = text_of_tokens(rendering, 1000)
+    fresh, late = asyncio.run(histories(rendering, asked.history, text, 1000))
+    new, old = 1000 * statistics.median(fresh), 1000 * statistics.median(late)
+    print(f"a turn of 1,000 new tokens: {new:.2f} ms alone, {old:.2f} ms after {asked.history:,}: {old / new:.2f}x")
+    each, taken, turns, tokens = asyncio.run(memory(rendering, text_of_tokens(rendering, 100), 1000))
+    print(f"memory: {each:.1f} bytes a token kept; rows of {turns} turns, {tokens:,} tokens: {1000 * taken:.1f} ms")
 
 
 if __name__ == "__main__":

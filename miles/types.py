@@ -4,7 +4,7 @@ Values are frozen, slotted, keyword-only and JSON-able (`to_json` / `from_json`)
 appear here. Lengths in tokens, times in seconds, versions are integers that name published weights.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -356,12 +356,3 @@ def _utf8(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_utf8(v) for v in value]
     return value
-
-
-def iter_tokens(path: Sequence[Turn]) -> Iterator[tuple[int, Turn, int | None]]:
-    """Walk a path token by token: (id, turn, index in the turn's output or None for a prompt token)."""
-    for turn in path:
-        for token in turn.prompt_ids:
-            yield token, turn, None
-        for index, token in enumerate(turn.output_ids):
-            yield token, turn, index

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from miles import __version__
+from miles.cli import session
 from miles.errors import ConfigError, MilesError
 
 __all__ = ["main", "parser"]
@@ -43,6 +44,7 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--json", action="store_true", help="machine-readable")
         command.set_defaults(call=f"miles.cli.show:{call}")
 
+    session.add_commands(commands)
     doctor = commands.add_parser("doctor", help="what works on this machine, and what to install")
     doctor.add_argument("--json", action="store_true", help="machine-readable")
     doctor.set_defaults(call="miles.cli.doctor:doctor")

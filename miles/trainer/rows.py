@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from miles.types import Episode, Group, Tree, WeightVersion, iter_tokens
+from miles.types import Episode, Group, Tree, Turn, WeightVersion
 
 __all__ = ["Row", "demonstration_row", "episode_rows", "tree_rows"]
 
@@ -35,20 +35,37 @@ def tree_rows(tree: Tree) -> list[Row]:
     owner: dict[int, int] = {}
     rows = []
     for leaf in tree.leaves():
-        path = tree.path(leaf.id)
-        for turn in path:
-            owner.setdefault(turn.id, leaf.id)
         row = Row(ids=[], owned=[], logprobs=[], versions=[])
-        for token, turn, index in iter_tokens(path):
-            logprob = None if index is None else turn.logprobs[index]
-            own = index is not None and logprob is not None and turn.trainable and owner[turn.id] == leaf.id
-            row.ids.append(token)
-            row.owned.append(own)
-            row.logprobs.append(logprob if own and logprob is not None else 0.0)
-            row.versions.append(turn.versions[index] if own and index is not None else 0)
+        for turn in tree.path(leaf.id):
+            own = turn.trainable and owner.setdefault(turn.id, leaf.id) == leaf.id
+            _append(row, turn, own)
         if row.n_owned:
             rows.append(_trimmed(row))
     return rows
+
+
+def _append(row: Row, turn: Turn, own: bool) -> None:
+    """Add a turn to a row, whole lists at a time: trees have a thousand turns."""
+    prompt, output = len(turn.prompt_ids), len(turn.output_ids)
+    row.ids.extend(turn.prompt_ids)
+    row.ids.extend(turn.output_ids)
+    row.owned.extend([False] * prompt)
+    row.logprobs.extend([0.0] * prompt)
+    row.versions.extend([0] * prompt)
+    if not own:
+        row.owned.extend([False] * output)
+        row.logprobs.extend([0.0] * output)
+        row.versions.extend([0] * output)
+        return
+    if None not in turn.logprobs:
+        row.owned.extend([True] * output)
+        row.logprobs.extend(turn.logprobs)  # type: ignore[arg-type]
+        row.versions.extend(turn.versions)
+        return
+    known = [logprob is not None for logprob in turn.logprobs]
+    row.owned.extend(known)
+    row.logprobs.extend(0.0 if logprob is None else logprob for logprob in turn.logprobs)
+    row.versions.extend(v if k else 0 for v, k in zip(turn.versions, known, strict=True))
 
 
 def episode_rows(group: Group, episode: Episode) -> list[Row]:

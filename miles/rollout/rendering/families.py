@@ -204,20 +204,27 @@ def _byte_letters() -> dict[str, int]:
 _BYTES = _byte_letters()
 
 
+_FEW = 64
+
+
 def self_test(rendering: Rendering) -> None:
     """Render, parse and extend one tool conversation; ConfigError when any of it is not exact.
 
-    Sets `rendering.extends`: whether sampled turns can be extended at all.
+    Sets what was found out: whether sampled turns can be extended at all, and how far that looks back.
     """
     tools: list[ToolSpec] = [_PROBE_TOOL]
-    user: Message = {"role": "user", "content": "go"}
+    user: Message = {"role": "user", "content": "go " * 2 * _FEW}
     answer: Message = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
     result: Message = {"role": "tool", "tool_call_id": _CALL["id"], "content": "ok"}
     try:
         prompt = rendering.full([user], tools)
         output = rendering.sampled_for([user], answer, tools)
         parsed = rendering.parse(output, tools, prompt)
-        extends = bool(rendering.bridge(prompt, output, [result], tools))
+        tail = rendering.bridge(prompt, output, [result], tools)
+        short = (
+            rendering.bridge(prompt[-_FEW:], output, [result], tools),
+            rendering.parse(output, tools, prompt[-_FEW:]),
+        )
     except (SessionError, AssertionError, ValueError, IndexError, KeyError, TypeError) as error:
         raise ConfigError(
             f"family {rendering.family!r} fails its self-test: {type(error).__name__}: {error}"
@@ -229,4 +236,6 @@ def self_test(rendering: Rendering) -> None:
         )
     if output[-1] not in rendering.stop_ids:
         raise ConfigError(f"family {rendering.family!r} does not end a turn with a token that stops generation")
-    rendering.extends = extends
+    rendering.extends = bool(tail)
+    if short == (tail, parsed):
+        rendering.looks_back = _FEW

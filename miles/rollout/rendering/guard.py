@@ -14,6 +14,7 @@ from miles.errors import ConfigError
 __all__ = ["GuardedTokenizer"]
 
 _MARK = "\ufdd0"
+_SHORT, _MOST_SHORT = 32, 1024
 _MARKS = re.compile(f"({_MARK}|\\\\ufdd0)({_MARK}|\\\\ufdd0)?")  # some templates put tools through ASCII-only JSON
 _LOOKS_LIKE_CONTROL = re.compile(
     r"[<\[|｜].*([|｜_]|think|tool|arg|channel|turn|function|param|invoke|message|call|image|vision|audio|video).*[>\]|｜]"
@@ -35,6 +36,10 @@ class GuardedTokenizer:
         self._control_re = _any_of(self.control)
         self._added_re = _any_of(sorted({str(t) for t in added if str(t)}, key=len, reverse=True))
         self._plain: Any = None
+        self._backend = tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._short: dict[str, list[int]] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -62,17 +67,31 @@ class GuardedTokenizer:
             return [self.escape(v) for v in value]
         return value
 
-    def encode(self, text: str, *args: Any, **options: Any) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = False, **options: Any) -> list[int]:
+        """Ids of rendered text. Special tokens are never added: templates write their own."""
+        if len(text) <= _SHORT:  # templates encode the same few words again and again
+            known = self._short.get(text)
+            if known is None:
+                known = self._encode(text)
+                if len(self._short) < _MOST_SHORT:
+                    self._short[text] = known
+            return list(known)
+        return self._encode(text)
+
+    def _encode(self, text: str) -> list[int]:
         if _MARK in text or _MARK_AS_JSON in text:
             return [token for token, _, _ in self._marked(text)]
-        ids: list[int] = self.inner.encode(text, *args, **options)
+        # The wrapper around the tokenizer costs ten times what the tokenizer does for a short text.
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         return ids
 
-    def __call__(self, text: Any, *args: Any, **options: Any) -> Any:
-        if isinstance(text, str) and (_MARK in text or _MARK_AS_JSON in text):
+    def __call__(self, text: str, *, return_offsets_mapping: bool = False, **options: Any) -> dict[str, Any]:
+        """Ids, and the place in the text that each came from."""
+        if _MARK in text or _MARK_AS_JSON in text:
             tokens = self._marked(text)
             return {"input_ids": [t for t, _, _ in tokens], "offset_mapping": [(a, b) for _, a, b in tokens]}
-        return self.inner(text, *args, **options)
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        return {"input_ids": encoding.ids, "offset_mapping": encoding.offsets}
 
     def _marked(self, text: str) -> list[tuple[int, int, int]]:
         """(id, start, end) of each token; positions are those of the marked text."""

@@ -82,7 +82,8 @@ class Rendering:
         self.stop_ids: tuple[int, ...] = tuple(renderer.get_stop_token_ids())
         self._lock = threading.Lock()
         self._opening_ids: list[int] | None = None
-        self.extends = True
+        self.extends = True  # whether sampled turns can be extended at all
+        self.looks_back = 1 << 12  # ids of the prompt's end that parsing and extending depend on
 
     def full(self, messages: list[Message], tools: list[ToolSpec]) -> list[int]:
         """Ids of the whole conversation up to where the assistant begins to write."""

@@ -93,11 +93,16 @@ class Records:
     def add(self, record: Record, prompt: Ids | None = None) -> None:
         """Append a turn; `prompt` is the flat prompt it was sampled after, if the caller has it."""
         self.all.append(record)
-        if prompt is not None:
+        if self._flat is not None and self._flat[0] == record.parent:
+            flat = self._flat[1]  # grown in place: the cost of a turn is that of its own tokens
+            flat.extend(record.prompt)
+            flat.extend(record.output)
+            self._flat = (record.id, flat)
+        elif prompt is not None:
             self._flat = (record.id, prompt + record.output)
 
     def path_ids(self, turn: int) -> Ids:
-        """All ids up to the end of a turn's output. Do not change the array."""
+        """All ids up to the end of a turn's output. Neither change the array nor keep it: it may grow."""
         if self._flat is not None and self._flat[0] == turn:
             return self._flat[1]
         pieces: list[Ids] = []

@@ -147,6 +147,14 @@ class SessionServer:
         self._forget(session)
         await session.close()
 
+    def sessions(self) -> list[Session]:
+        """The open ones."""
+        return list(self._sessions.values())
+
+    def session(self, name: str) -> Session | None:
+        """An open session by its id."""
+        return self._sessions.get(name)
+
     def _forget(self, session: Session) -> None:
         self._sessions.pop(session.id, None)
         self._by_key.pop(session.key, None)

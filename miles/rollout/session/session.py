@@ -28,7 +28,6 @@ __all__ = ["ChatRequest", "Completion", "Flight", "Model", "Session"]
 
 log = logging.getLogger(__name__)
 _THREAD_ABOVE_CHARS = 4096
-_PROMPT_TAIL = 2048  # ids of the prompt that a bridge may look back at
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +255,7 @@ class Session:
         streaming: bool,
     ) -> Completion:
         plan = await self._plan(request, model, match, asked)
-        flight.prompt_tokens, flight.tail = len(plan.prompt), plan.added[-_PROMPT_TAIL:]
+        flight.prompt_tokens, flight.tail = len(plan.prompt), plan.added[-plan.model.rendering.looks_back :]
         flight.progress.set()
         self._reserved += plan.max_tokens  # parallel calls share one budget
         try:
@@ -324,7 +323,7 @@ class Session:
         tools, records = list(request.tools), self.recorder.records
         if match.parent is not None and all(m.get("role") != "assistant" for m in match.suffix):
             parent = records[match.parent]
-            tail, output = list(parent.prompt[-_PROMPT_TAIL:]), list(parent.output)
+            tail, output = list(parent.prompt[-model.rendering.looks_back :]), list(parent.output)
             tokens = await self._offload(_size(match.suffix), model.rendering.bridge, tail, output, match.suffix, tools)
             if tokens is not None:
                 added = array("i", tokens)
@@ -484,5 +483,9 @@ def _check(generated: Generated) -> None:
         )
     if not generated.output_ids and generated.finish is not Finish.ABORT:
         raise EngineError("engine returned no tokens")
-    if any(type(token) is not int or not 0 <= token < 1 << 31 for token in generated.output_ids):
-        raise EngineError("engine returned something that is no token id; the turn is refused")
+    try:
+        ids = array("i", generated.output_ids)
+    except (TypeError, OverflowError) as error:
+        raise EngineError(f"engine returned something that is no token id ({error}); the turn is refused") from error
+    if ids and min(ids) < 0:
+        raise EngineError("engine returned a negative token id; the turn is refused")

@@ -24,6 +24,7 @@ from miles.types import Message, ToolSpec
 __all__ = ["ChatDialect", "ChatStream"]
 
 _ROLES = {"system", "developer", "user", "assistant", "tool"}
+_PLAIN = {"system", "user", "tool"}
 _RECORDED = (
     "temperature",
     "top_p",
@@ -138,6 +139,8 @@ class ChatStream:
 
 
 def _message(message: Any, index: int) -> Message:
+    if type(message) is dict and message.get("role") in _PLAIN and type(message.get("content")) is str:
+        return message  # most of a long history
     if not isinstance(message, dict) or message.get("role") not in _ROLES:
         raise SessionError(f"messages[{index}].role must be one of {', '.join(sorted(_ROLES))}")
     if not isinstance(message.get("content"), str):

@@ -1,0 +1,217 @@
+"""Client of an SGLang server: ids in, ids, logprobs and weight versions out, over its `/generate`.
+
+Source of the wire format: SGLang 0.5.17 to 0.5.23. Newer servers name the version of every span of tokens;
+older ones only the version at the end, and then every token carries the oldest it may have: the one that was
+served when the request was sent.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import httpx
+
+from miles.errors import ConfigError, EngineError, EngineLost
+from miles.rollout.engines.base import OnTokens
+from miles.types import Finish, Generated, GenerateRequest, Weights, WeightVersion
+
+__all__ = ["SGLangEngine"]
+
+
+class SGLangEngine:
+    """One running server. `start` waits for it and asks how long its contexts are."""
+
+    def __init__(self, url: str, *, temperature: float = 1.0, timeout_s: float = 600.0, start_s: float = 300.0) -> None:
+        self.url = url.rstrip("/")
+        self._temperature, self._start_s = temperature, start_s
+        self._http = httpx.AsyncClient(
+            base_url=self.url,
+            timeout=httpx.Timeout(timeout_s, connect=10.0),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
+        )
+        self._version: WeightVersion = 0
+        self._context_length = 0
+        self.model_path = ""
+
+    @property
+    def version(self) -> WeightVersion:
+        return self._version
+
+    @property
+    def context_length(self) -> int:
+        return self._context_length
+
+    async def start(self) -> None:
+        """Wait until the server answers; ConfigError when it does not or is no SGLang server."""
+        deadline = asyncio.get_running_loop().time() + self._start_s
+        while True:
+            try:
+                info = await self._get("/server_info", "/get_server_info")
+                break
+            except httpx.TransportError as error:
+                if asyncio.get_running_loop().time() > deadline:
+                    raise ConfigError(f"no SGLang server answers at {self.url}: {error}") from error
+                await asyncio.sleep(0.5)
+        limits = [info.get("context_length"), info.get("max_total_num_tokens"), info.get("max_req_input_len")]
+        known = [int(limit) for limit in limits if limit]
+        if not known:
+            raise ConfigError(f"{self.url} is no SGLang server: its /server_info names no context length")
+        self._context_length = min(known)
+        self.model_path = str(info.get("model_path") or "")
+        model = await self._get("/model_info", "/get_model_info")
+        self._version = _version(model.get("weight_version"))
+
+    async def _get(self, *paths: str) -> dict[str, Any]:
+        """The first of several names of one thing that this server has."""
+        for path in paths:
+            reply = await self._http.get(path)
+            if reply.status_code == 200:
+                data = reply.json()
+                return data if isinstance(data, dict) else {}
+        return {}
+
+    async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> Generated:
+        began, finished = self._version, False
+        body = {
+            "rid": request.id,
+            "input_ids": list(request.prompt_ids),
+            "sampling_params": {
+                "max_new_tokens": request.max_tokens,
+                "temperature": self._temperature,
+                "top_p": 1.0,
+                "top_k": -1,
+                "stop_token_ids": list(request.stop_token_ids),
+                "skip_special_tokens": False,
+                "no_stop_trim": True,
+            },
+            "return_logprob": True,
+            "stream": on_tokens is not None,
+        }
+        try:
+            reply = await self._stream(body, on_tokens) if on_tokens is not None else await self._whole(body)
+            finished = True
+        except httpx.TransportError as error:
+            raise EngineLost(f"the SGLang server at {self.url} is gone: {type(error).__name__} {error}") from error
+        finally:
+            if not finished:
+                self._abort_soon(request.id)
+        return _generated(reply, began)
+
+    async def _whole(self, body: dict[str, Any]) -> dict[str, Any]:
+        reply = await self._http.post("/generate", json=body)
+        _refuse_errors(reply.status_code, reply.text)
+        data: dict[str, Any] = reply.json()
+        return data
+
+    async def _stream(self, body: dict[str, Any], on_tokens: OnTokens) -> dict[str, Any]:
+        last: dict[str, Any] | None = None
+        ids: list[int] = []
+        async with self._http.stream("POST", "/generate", json=body) as reply:
+            if reply.status_code != 200:
+                _refuse_errors(reply.status_code, (await reply.aread()).decode("utf-8", "replace"))
+            async for data in _events(reply):
+                if "error" in data:
+                    raise EngineError(f"SGLang: {data['error']}")
+                ids = _joined(ids, data)
+                last = data
+                on_tokens(tuple(ids))
+        if last is None:
+            raise EngineLost(f"the SGLang server at {self.url} ended a stream without an answer")
+        return {**last, "output_ids": ids}
+
+    def _abort_soon(self, rid: str) -> None:
+        """Tell the server that nobody waits for a request any more."""
+        task = asyncio.create_task(self._abort(rid))
+        _aborts.add(task)
+        task.add_done_callback(_aborts.discard)
+
+    async def _abort(self, rid: str) -> None:
+        try:
+            await self._http.post("/abort_request", json={"rid": rid}, timeout=10.0)
+        except (httpx.HTTPError, RuntimeError):
+            return  # gone, or closed meanwhile: then it generates for nobody no more
+
+    async def load(self, weights: Weights) -> None:
+        """Load a directory of safetensors that the server can read too."""
+        if weights.directory is None:
+            raise EngineError("an SGLang server takes weights from a directory: publish.kind=safetensors")
+        body = {
+            "model_path": str(weights.directory),
+            "weight_version": str(weights.version),
+            "flush_cache": False,
+        }
+        await self._http.post("/pause_generation", json={"mode": "retract"})
+        try:
+            reply = await self._http.post("/update_weights_from_disk", json=body)
+        finally:
+            await self._http.post("/continue_generation", json={})
+        _refuse_errors(reply.status_code, reply.text)
+        self._version = weights.version
+
+    async def close(self) -> None:
+        """Let go of the server; it goes on running."""
+        for task in list(_aborts):
+            task.cancel()
+        await self._http.aclose()
+
+
+_aborts: set["asyncio.Task[None]"] = set()
+
+
+async def _events(reply: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    async for line in reply.aiter_lines():
+        if line.startswith("data: ") and line != "data: [DONE]":
+            yield json.loads(line[6:])
+
+
+def _joined(ids: list[int], data: dict[str, Any]) -> list[int]:
+    """Output ids so far; servers send either all of them each time or the new ones."""
+    new = data.get("output_ids") or []
+    total = int(data["meta_info"].get("completion_tokens") or 0)
+    return list(new) if len(new) == total else [*ids, *new]
+
+
+def _generated(reply: dict[str, Any], began: WeightVersion) -> Generated:
+    meta = reply["meta_info"]
+    ids, pairs = reply.get("output_ids") or [], meta.get("output_token_logprobs") or []
+    total = meta.get("completion_tokens")
+    if len(ids) != len(pairs) or (total is not None and total != len(ids)):
+        raise EngineError(
+            f"SGLang returned {len(ids)} ids and {len(pairs)} logprobs for {total} completion tokens; "
+            "the turn is refused"
+        )
+    if [pair[1] for pair in pairs] != list(ids):
+        raise EngineError("SGLang returned logprobs of other tokens than it sampled; the turn is refused")
+    reason = meta.get("finish_reason") or {}
+    if reason.get("type") == "abort" and int(reason.get("status_code") or 0) == 400:
+        raise EngineError(f"SGLang refused the request: {reason.get('message')}")
+    finish = {"stop": Finish.STOP, "length": Finish.LENGTH}.get(str(reason.get("type")), Finish.ABORT)
+    return Generated(
+        output_ids=tuple(ids),
+        logprobs=tuple(None if pair[0] is None else float(pair[0]) for pair in pairs),
+        versions=_versions(meta, len(ids), began),
+        finish=finish,
+        cached_tokens=int(meta.get("cached_tokens") or 0),
+    )
+
+
+def _versions(meta: dict[str, Any], count: int, began: WeightVersion) -> tuple[WeightVersion, ...]:
+    spans: Sequence[dict[str, Any]] = meta.get("weight_versions") or ()
+    versions = [began] * count
+    for span in spans:
+        for place in range(max(0, int(span["start"])), min(count, int(span["end"]))):
+            versions[place] = _version(span["version"])
+    return tuple(versions)
+
+
+def _version(name: Any) -> WeightVersion:
+    """Servers name versions by text; one that is no number is that of the first weights."""
+    return int(name) if str(name).isdecimal() else 0
+
+
+def _refuse_errors(status: int, text: str) -> None:
+    if status == 200:
+        return
+    message = f"SGLang answered {status}: {text[:300]}"
+    raise EngineLost(message) if status in (502, 503, 504) else EngineError(message)
