@@ -61,13 +61,19 @@ def verify(options: argparse.Namespace) -> int:
         print(json.dumps({"family": rendering.family, "ok": not failed, "checks": rows}, indent=1))
         return 1 if failed else 0
     table = Table(title=f"{options.model}: family {rendering.family}", title_justify="left")
-    for name in ("scenario", "result", "extended", "branched", "detail"):
+    table.add_column("scenario", no_wrap=True)
+    for name in ("result", "extended", "as template", "branched"):
         table.add_column(name)
     for check in checks:
-        result = "refused by the template" if check.refused else "exact" if check.ok else "FAILED"
-        table.add_row(check.name, result, str(check.extended), str(check.branched), check.detail)
+        result = "refused" if check.refused else "exact" if check.ok else "FAILED"
+        counts = (str(count) for count in (check.extended, check.as_template, check.branched))
+        table.add_row(check.name, result, *counts)
     Console(file=sys.stdout).print(table)
-    print("extended: turns that go on from the ids of the turn before; branched: rendered anew, exactly, as a branch")
+    for check in checks:
+        if check.detail:
+            print(f"{check.name}: {check.detail}")
+    print("extended: turns that go on from the ids of the turn before; as template: of these, with the tokens that a")
+    print("full render would have put there; branched: rendered anew, exactly, as a branch")
     return 1 if failed else 0
 
 

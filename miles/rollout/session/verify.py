@@ -35,6 +35,7 @@ _ODD = "naïve 你好 🙂 \u200bé\n\tfin"
 class Check:
     """One scenario's result. `extended` and `branched` count turns after the first of a conversation.
 
+    `as_template` counts the extended turns whose new tokens are those of a full render of the conversation.
     `refused` says that the model's template cannot hold such a conversation at all: a client gets a clear 400.
     """
 
@@ -42,6 +43,7 @@ class Check:
     ok: bool
     refused: bool = False
     extended: int = 0
+    as_template: int = 0
     branched: int = 0
     detail: str = ""
 
@@ -68,7 +70,7 @@ async def _check(rendering: Rendering, name: str, scenario: "_Scenario") -> Chec
         return Check(name=name, ok=False, detail=f"{type(error).__name__}: {error}")
     later = [turn for turn in tree.turns[1:] if turn.edge.value != "retry"]
     extended = sum(turn.parent is not None for turn in later)
-    return Check(name=name, ok=True, extended=extended, branched=len(later) - extended)
+    return Check(name=name, ok=True, extended=extended, as_template=play.as_template, branched=len(later) - extended)
 
 
 class _Play:
@@ -78,6 +80,7 @@ class _Play:
         self.rendering = rendering
         self.log: list[tuple[list[int], Generated]] = []
         self.next: Generated | None = None
+        self.as_template = 0
         self.session = Session(ScriptedEngine(self._sample), rendering, SessionConfig(), max_tokens=1 << 16)
 
     def _sample(self, request: GenerateRequest) -> Generated:
@@ -100,7 +103,20 @@ class _Play:
         self.next = Generated(output_ids=tuple(output), logprobs=logprobs, versions=versions, finish=finish)
         done = await self.session.complete(ChatRequest(messages=tuple(messages), tools=tuple(tools), stop=stop))
         done.delivered()
+        self.as_template += self._as_template(done.turn, list(messages), list(tools))
         return done
+
+    def _as_template(self, turn: int, messages: list[Message], tools: list[ToolSpec]) -> bool:
+        """Whether an extended turn's new tokens end a full render, right behind the token that ended its parent."""
+        records = self.session.recorder.records
+        parent = records[turn].parent
+        if parent is None:
+            return False
+        added, whole = list(records[turn].prompt), self.rendering.full(messages, tools)
+        ended = records[parent].output[-1:].tolist()
+        if ended[0] not in self.rendering.stop_ids:
+            ended = []
+        return whole[-len(added) - len(ended) :] == [*ended, *added]
 
     def sampled(self, before: list[Message], answer: Message, tools: Sequence[ToolSpec] = ()) -> list[int]:
         ids = self.rendering.sampled_for(before, answer, list(tools))

@@ -1,0 +1,205 @@
+"""The SGLang client against a server that speaks the wire format: whole and streamed, versions, faults, aborts."""
+
+import asyncio
+import contextlib
+import json
+import socket
+
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse, StreamingResponse
+from starlette.routing import Route
+
+from miles.errors import ConfigError, EngineError, EngineLost
+from miles.rollout.engines.sglang import SGLangEngine
+from miles.types import Finish, GenerateRequest, Weights
+
+IDS = [5, 6, 7, 8]
+
+
+def answer(ids=IDS, *, finish="stop", **meta):
+    pairs = [[-0.5 - place, token, None] for place, token in enumerate(ids)]
+    told = {
+        "finish_reason": {"type": finish},
+        "completion_tokens": len(ids),
+        "cached_tokens": 3,
+        "output_token_logprobs": pairs,
+        "weight_version": "7",
+    }
+    return {"text": "", "output_ids": list(ids), "meta_info": {**told, **meta}}
+
+
+class Server:
+    """Answers as it is told; keeps what it was asked."""
+
+    def __init__(self):
+        self.asked, self.aborted, self.calls = [], [], []
+        self.has_asked, self.has_aborted = asyncio.Event(), asyncio.Event()
+        self.reply, self.status, self.incremental, self.hang = answer(), 200, False, None
+        self.app = Starlette(
+            routes=[
+                Route("/server_info", self.info),
+                Route("/get_model_info", lambda r: JSONResponse({"weight_version": "4"})),
+                Route("/generate", self.generate, methods=["POST"]),
+                Route("/abort_request", self.abort, methods=["POST"]),
+                Route("/{name}", self.other, methods=["POST"]),
+            ]
+        )
+
+    async def info(self, request):
+        return JSONResponse({"context_length": 4096, "max_total_num_tokens": 2000, "model_path": "/m"})
+
+    async def generate(self, request):
+        body = await request.json()
+        self.asked.append(body)
+        self.has_asked.set()
+        if self.hang is not None:
+            await self.hang.wait()
+        if not body["stream"] or self.status != 200:
+            return JSONResponse(self.reply, status_code=self.status)
+        return StreamingResponse(self.events(), media_type="text/event-stream")
+
+    async def events(self):
+        ids = self.reply["output_ids"]
+        for end in range(1, len(ids) + 1):
+            part = {**self.reply, "output_ids": ids[end - 1 : end] if self.incremental else ids[:end]}
+            pairs = self.reply["meta_info"]["output_token_logprobs"][:end]
+            finish = self.reply["meta_info"]["finish_reason"] if end == len(ids) else None
+            meta = {**self.reply["meta_info"], "completion_tokens": end, "finish_reason": finish}
+            yield f"data: {json.dumps({**part, 'meta_info': {**meta, 'output_token_logprobs': pairs}})}\n\n"
+        yield "data: [DONE]\n\n"
+
+    async def abort(self, request):
+        self.aborted.append((await request.json())["rid"])
+        self.has_aborted.set()
+        return JSONResponse({})
+
+    async def other(self, request):
+        self.calls.append((request.path_params["name"], await request.json()))
+        return JSONResponse({"success": True})
+
+
+@contextlib.asynccontextmanager
+async def serving(server):
+    """The server on a free port; yields its base URL."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        runner = uvicorn.Server(uvicorn.Config(server.app, log_level="error", lifespan="off"))
+        task = asyncio.create_task(runner.serve(sockets=[sock]))
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+        runner.should_exit = runner.force_exit = True
+        await task
+
+
+@pytest.fixture
+async def pair():
+    async with serving(server := Server()) as url:
+        engine = SGLangEngine(url + "/")
+        await engine.start()
+        yield engine, server
+        await engine.close()
+
+
+def request(**more):
+    return GenerateRequest(
+        id="r1", session="s", prompt_ids=[1, 2, 3], **{"max_tokens": 9, "stop_token_ids": (8,), **more}
+    )
+
+
+async def test_what_is_asked_and_what_comes_back(pair):
+    engine, server = pair
+    assert (engine.context_length, engine.version, engine.model_path) == (2000, 4, "/m")
+    done = await engine.generate(request())
+    assert (done.output_ids, done.logprobs) == (tuple(IDS), (-0.5, -1.5, -2.5, -3.5))
+    assert (done.finish, done.cached_tokens) == (Finish.STOP, 3)
+    asked = server.asked[0]
+    assert (asked["input_ids"], asked["rid"], asked["return_logprob"]) == ([1, 2, 3], "r1", True)
+    assert asked["sampling_params"]["stop_token_ids"] == [8]
+    assert (asked["sampling_params"]["temperature"], asked["sampling_params"]["top_k"]) == (1.0, -1)
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+async def test_a_stream_gives_the_ids_so_far_whichever_way_the_server_sends_them(pair, incremental):
+    engine, server = pair
+    server.incremental = incremental
+    seen = []
+    done = await engine.generate(request(), seen.append)
+    assert seen == [tuple(IDS[:end]) for end in range(1, 5)]
+    assert done == await engine.generate(request())
+
+
+async def test_spans_give_each_token_its_version_and_without_them_the_oldest_counts(pair):
+    engine, server = pair
+    spans = [{"version": "4", "start": 0, "end": 3}, {"version": "5", "start": 3, "end": 4}]
+    server.reply = answer(weight_versions=spans)
+    assert (await engine.generate(request())).versions == (4, 4, 4, 5)
+    server.reply = answer(weight_version="9")
+    assert (await engine.generate(request())).versions == (4,) * 4
+
+
+async def test_an_aborted_request_keeps_what_was_sampled(pair):
+    engine, server = pair
+    server.reply = answer([5, 6], finish="abort")
+    done = await engine.generate(request())
+    assert (done.output_ids, done.finish) == ((5, 6), Finish.ABORT)
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        (answer(completion_tokens=12), "for 12 completion tokens"),
+        (answer(output_token_logprobs=[[-1.0, 5, None]]), "4 ids and 1 logprobs"),
+        (answer(output_token_logprobs=None), "4 ids and 0 logprobs"),
+        (answer(output_token_logprobs=[[-1.0, t, None] for t in (5, 6, 7, 9)]), "logprobs of other tokens"),
+    ],
+)
+async def test_replies_that_disagree_with_themselves_are_refused(pair, reply, message):
+    engine, server = pair
+    server.reply = reply
+    with pytest.raises(EngineError, match=message):
+        await engine.generate(request())
+
+
+@pytest.mark.parametrize("stream", [None, lambda ids: None])
+@pytest.mark.parametrize(("status", "kind"), [(400, EngineError), (503, EngineLost)])
+async def test_http_errors_say_whether_to_try_again(pair, status, kind, stream):
+    engine, server = pair
+    server.status = status
+    with pytest.raises(kind, match=f"SGLang answered {status}"):
+        await engine.generate(request(), stream)
+
+
+async def test_cancelling_aborts_on_the_server(pair):
+    engine, server = pair
+    server.hang = asyncio.Event()
+    task = asyncio.create_task(engine.generate(request()))
+    await asyncio.wait_for(server.has_asked.wait(), 5)
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+    await asyncio.wait_for(server.has_aborted.wait(), 5)
+    assert server.aborted == ["r1"]
+    server.hang.set()
+
+
+async def test_new_weights_are_loaded_while_requests_pause(pair, tmp_path):
+    engine, server = pair
+    await engine.load(Weights(version=5, directory=tmp_path))
+    assert [name for name, _ in server.calls] == [
+        "pause_generation",
+        "update_weights_from_disk",
+        "continue_generation",
+    ]
+    assert server.calls[1][1]["weight_version"] == "5"
+    assert server.calls[1][1]["flush_cache"] is False
+    assert engine.version == 5
+
+
+async def test_a_server_that_is_not_there_is_named():
+    engine = SGLangEngine("http://127.0.0.1:9", start_s=0.1)
+    with pytest.raises(ConfigError, match=r"no SGLang server answers at http://127\.0\.0\.1:9"):
+        await engine.start()
+    with pytest.raises(EngineLost, match="is gone"):
+        await engine.generate(request())
+    await engine.close()
