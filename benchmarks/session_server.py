@@ -1,6 +1,6 @@
 """What the session server adds: the same scripted engine, asked directly and through HTTP, in one run.
 
-    python benchmarks/session_server.py [--turns 4] [--sessions 200] [--history 100000] [--model DIR]
+    python benchmarks/session_server.py [--turns 4] [--open 1 64 1000] [--history 100000] [--model DIR]
 
 The raw client runs in the same process as the server, so its own cost is part of what is shown. `--model` takes a
 real tokenizer; without it the tiny model's is used.
@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import itertools
 import json
+import random
 import statistics
 import tempfile
 import time
@@ -91,9 +92,15 @@ async def direct(rendering: Rendering, calls: int) -> list[float]:
     return times
 
 
-async def served(rendering: Rendering, sessions: int, turns: int, open_at_once: int) -> list[float]:
-    """Seconds of each turn of growing conversations, `open_at_once` of them at a time."""
+async def served(
+    rendering: Rendering, sessions: int, turns: int, open_at_once: int, rate: float | None = None
+) -> list[float]:
+    """Seconds of each turn of growing conversations, `open_at_once` of them at a time.
+
+    With `rate` the agents think between turns, so that all of them together ask so often a second.
+    """
     times: list[float] = []
+    chance = random.Random(0)
     async with SessionServer(scripted(rendering), rendering, max_tokens=64) as server:
         slots: asyncio.Queue[RawClient] = asyncio.Queue()
         for _ in range(open_at_once):
@@ -102,6 +109,8 @@ async def served(rendering: Rendering, sessions: int, turns: int, open_at_once: 
         async def one() -> None:
             client, session, messages = await slots.get(), server.open(MANY), [USER]
             for _ in range(turns):
+                if rate is not None:
+                    await asyncio.sleep(chance.uniform(0, 2 * open_at_once / rate))
                 body = {"model": "m", "messages": messages, "tools": [SHELL_TOOL]}
                 taken, answer = await client.post(session, body)
                 times.append(taken)
@@ -195,6 +204,8 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--turns", type=int, default=4)
     options.add_argument("--sessions", type=int, default=400)
+    options.add_argument("--open", type=int, nargs="+", default=[1, 64, 1000])
+    options.add_argument("--rate", type=float, default=200.0, help="turns a second, all sessions together")
     options.add_argument("--history", type=int, default=100_000)
     options.add_argument("--model", type=Path, help="a directory with a real tokenizer")
     asked = options.parse_args()
@@ -202,20 +213,20 @@ def main() -> None:
         rendering = load_rendering(asked.model) if asked.model else tiny_rendering(Path(folder))
     print(f"family {rendering.family}; {asked.turns} turns a session, a tool call and its result each turn")
     base = 1000 * statistics.median(asyncio.run(direct(rendering, 400)))
-    print(f"{'open':>5} {'direct p50':>11} {'added p50':>10} {'added p99':>10} {'turns/s':>8}")
-    for open_at_once in (1, 64, 1000):
-        count = max(asked.sessions, open_at_once)
-        began = time.perf_counter()
-        through = asyncio.run(served(rendering, count, asked.turns, open_at_once))
-        rate = len(through) / (time.perf_counter() - began)
+    print(f"{'open':>5} {'direct p50':>11} {'added p50':>10} {'added p99':>10}   at {asked.rate:g} turns/s in all")
+    for open_at_once in asked.open:
+        through = asyncio.run(served(rendering, max(32, open_at_once), asked.turns, open_at_once, asked.rate))
         p50, p99 = 1000 * statistics.median(through) - base, percentile(through, 0.99) - base
-        print(f"{open_at_once:5} {base:9.3f}ms {p50:8.3f}ms {p99:8.3f}ms {rate:8.0f}")
+        print(f"{open_at_once:5} {base:9.3f}ms {p50:8.3f}ms {p99:8.3f}ms")
+    began = time.perf_counter()
+    turns = len(asyncio.run(served(rendering, asked.sessions, asked.turns, 16)))
+    print(f"as fast as it goes, 16 open: {turns / (time.perf_counter() - began):.0f} turns/s on one core")
     text = text_of_tokens(rendering, 1000)
     fresh, late = asyncio.run(histories(rendering, asked.history, text, 1000))
     new, old = 1000 * statistics.median(fresh), 1000 * statistics.median(late)
     print(f"a turn of 1,000 new tokens: {new:.2f} ms alone, {old:.2f} ms after {asked.history:,}: {old / new:.2f}x")
-    each, taken, turns, tokens = asyncio.run(memory(rendering, text_of_tokens(rendering, 100), 1000))
-    print(f"memory: {each:.1f} bytes a token kept; rows of {turns} turns, {tokens:,} tokens: {1000 * taken:.1f} ms")
+    each, taken, count, tokens = asyncio.run(memory(rendering, text_of_tokens(rendering, 100), 1000))
+    print(f"memory: {each:.1f} bytes a token kept; rows of {count} turns, {tokens:,} tokens: {1000 * taken:.1f} ms")
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ def serve(options: argparse.Namespace) -> int:
 
 def verify(options: argparse.Namespace) -> int:
     """Whether a model directory survives every scenario; 1 when it does not."""
+    from rich.box import SIMPLE
     from rich.console import Console
     from rich.table import Table
 
@@ -60,10 +61,10 @@ def verify(options: argparse.Namespace) -> int:
         rows = [{name: getattr(check, name) for name in check.__slots__} for check in checks]
         print(json.dumps({"family": rendering.family, "ok": not failed, "checks": rows}, indent=1))
         return 1 if failed else 0
-    table = Table(title=f"{options.model}: family {rendering.family}", title_justify="left")
+    table = Table(title=f"{options.model}: family {rendering.family}", title_justify="left", box=SIMPLE, pad_edge=False)
     table.add_column("scenario", no_wrap=True)
     for name in ("result", "extended", "as template", "branched"):
-        table.add_column(name)
+        table.add_column(name, no_wrap=True)
     for check in checks:
         result = "refused" if check.refused else "exact" if check.ok else "FAILED"
         counts = (str(count) for count in (check.extended, check.as_template, check.branched))

@@ -294,13 +294,13 @@ def _cut(generated: Generated, count: int) -> Generated:
 
 _SCENARIOS: dict[str, _Scenario] = {
     "three turns of text": _turns,
-    "a tool call, its result, an answer": _one_tool,
+    "one tool call": _one_tool,
     "parallel tool calls": _parallel_tools,
-    "reasoning that the client drops": _reasoning,
-    "an empty answer": _empty,
+    "dropped reasoning": _reasoning,
+    "empty answer": _empty,
     "unicode": _unicode,
-    "tokens that the text would not give": _odd_tokens,
-    "control tokens typed by a user": _typed_control,
-    "a truncated turn": _truncated,
-    "a client's stop string": _client_stop,
+    "odd tokenization": _odd_tokens,
+    "typed control tokens": _typed_control,
+    "truncated turn": _truncated,
+    "client stop string": _client_stop,
 }
