@@ -63,6 +63,8 @@ class EpisodeConfig(Config):
     """Model calls."""
     tokens: int = Field(65_536, gt=0)
     """Sampled tokens."""
+    context: int | None = Field(None, gt=0)
+    """Tokens of prompt and answer of one model call; None: what the engine can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +136,8 @@ class GenerateContext:
     @contextlib.asynccontextmanager
     async def session(self) -> AsyncIterator[Session]:
         """A private endpoint for this episode; ended at the end of the block."""
-        own = Limits(turns=self.config.turns, tokens=self.config.tokens, wall_s=self.config.wall_s)
+        config = self.config
+        own = Limits(turns=config.turns, tokens=config.tokens, wall_s=config.wall_s, context=config.context)
         session = self.server.open(self.task.limits or own)
         try:
             yield session

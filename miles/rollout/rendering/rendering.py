@@ -4,7 +4,6 @@ import contextlib
 import json
 import re
 import secrets
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -75,12 +74,11 @@ class ParsedMessage:
 
 
 class Rendering:
-    """One tokenizer and its renderer. Thread-safe: tokenizers are not, so a lock guards them."""
+    """One tokenizer and its renderer. Any thread may use it: nothing here changes the tokenizer."""
 
     def __init__(self, tokenizer: GuardedTokenizer, renderer: Any, family: str) -> None:
         self.tokenizer, self.renderer, self.family = tokenizer, renderer, family
         self.stop_ids: tuple[int, ...] = tuple(renderer.get_stop_token_ids())
-        self._lock = threading.Lock()
         self._opening_ids: list[int] | None = None
         self.extends = True  # whether sampled turns can be extended at all
         self.looks_back = 1 << 12  # ids of the prompt's end that parsing and extending depend on
@@ -88,14 +86,14 @@ class Rendering:
     def full(self, messages: list[Message], tools: list[ToolSpec]) -> list[int]:
         """Ids of the whole conversation up to where the assistant begins to write."""
         clean, shown = self._clean(messages), self._tools(tools)
-        with self._lock, _refusals():
+        with _refusals():
             ids: list[int] = self.renderer.render_ids(clean, tools=shown, add_generation_prompt=True)
             return ids
 
     def demonstration(self, messages: list[Message], tools: list[ToolSpec]) -> tuple[list[int], list[bool]]:
         """Ids of a finished conversation and which of them the policy would have sampled."""
         clean, shown = self._clean(messages), self._tools(tools)
-        with self._lock, _refusals():
+        with _refusals():
             rendered = self.renderer.render(clean, tools=shown)
         if not rendered.sampled_mask:
             raise ConfigError("this model family cannot tell sampled tokens from template text; SFT needs a known one")
@@ -138,9 +136,8 @@ class Rendering:
         """Ids with which the template opens the assistant's turn."""
         if self._opening_ids is None:
             user: list[Message] = [{"role": "user", "content": "x"}]
-            with self._lock:
-                closed = self.renderer.render_ids(user)
-                opened = self.renderer.render_ids(user, add_generation_prompt=True)
+            closed = self.renderer.render_ids(user)
+            opened = self.renderer.render_ids(user, add_generation_prompt=True)
             self._opening_ids = opened[len(closed) :]
         return self._opening_ids
 
@@ -150,7 +147,7 @@ class Rendering:
         """Tokens to append after a sampled turn for `new` messages; None where only a full render is right."""
         clean, shown = self._clean(new), self._tools(tools)
         try:
-            with self._lock, _refusals():
+            with _refusals():
                 bridged = self.renderer.bridge_to_next_turn(prompt_ids, output_ids, clean, tools=shown)
         except SessionError:
             return None  # a full render says why
@@ -170,8 +167,7 @@ class Rendering:
 
         With `partial` (more tokens will come) unfinished calls are left out.
         """
-        with self._lock:
-            parsed = self.renderer.parse_response(output_ids, tools=tools or None, prompt_ids=prompt_ids)
+        parsed = self.renderer.parse_response(output_ids, tools=tools or None, prompt_ids=prompt_ids)
         content, calls, ids = parsed.content or "", [], []
         for attempt in parsed.tool_calls:
             call = _read_call(attempt)
@@ -215,15 +211,13 @@ class Rendering:
 
     def encode(self, text: str) -> list[int]:
         """Ids of raw text, control tokens included: for scripts and tests, never for a user's words."""
-        with self._lock:
-            ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
-            return ids
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        return ids
 
     def decode(self, ids: list[int]) -> str:
         """Text of ids, control tokens included."""
-        with self._lock:
-            text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
-            return text
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
+        return text
 
     def _tools(self, tools: list[ToolSpec]) -> list[ToolSpec] | None:
         shown = [{name: value for name, value in tool.items() if not name.startswith("x-")} for tool in tools]

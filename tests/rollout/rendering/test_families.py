@@ -1,5 +1,7 @@
 """Every family through real sessions: what the engine sampled is what is exported, whatever the template does."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from miles.errors import ConfigError
@@ -105,3 +107,20 @@ def test_a_template_that_drops_thinking_makes_a_branch():
         "\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n"
     )
     assert rendering.bridge(prompt, thought, [more], []) is None
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama-3", "template"])
+def test_many_threads_render_at_once(family):
+    tokenizer = stand_in()
+    tokenizer.chat_template = CHATML
+    rendering = rendering_of(tokenizer, RenderingConfig(family=family))
+    ask = [[{"role": "user", "content": f"question {n} <|im_end|> " * n}] for n in range(40)]
+    answer = rendering.sampled_for(ask[0], {"role": "assistant", "content": "yes"}, [])
+
+    def work(messages):
+        prompt = rendering.full(messages, [])
+        return prompt, rendering.bridge(prompt, answer, ask[3], []), rendering.parse(answer, [], prompt)
+
+    expected = [work(messages) for messages in ask]
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(work, ask * 5)) == expected * 5
