@@ -1,8 +1,8 @@
 """Client of an SGLang server: ids in, ids, logprobs and weight versions out, over its `/generate`.
 
-Source of the wire format: SGLang 0.5.17 to 0.5.23. Newer servers name the version of every span of tokens;
-older ones only the version at the end, and then every token carries the oldest it may have: the one that was
-served when the request was sent.
+Source of the wire format: SGLang 0.5.17 to 0.5.23. Newer servers name the version of every span of tokens. Older
+ones name the present version in each event of a stream; without a stream only the last one, and then every token
+carries the oldest that it may have: the one that was served when the request was sent.
 """
 
 import asyncio
@@ -53,11 +53,11 @@ class SGLangEngine:
                 if asyncio.get_running_loop().time() > deadline:
                     raise ConfigError(f"no SGLang server answers at {self.url}: {error}") from error
                 await asyncio.sleep(0.5)
-        limits = [info.get("context_length"), info.get("max_total_num_tokens"), info.get("max_req_input_len")]
-        known = [int(limit) for limit in limits if limit]
-        if not known:
-            raise ConfigError(f"{self.url} is no SGLang server: its /server_info names no context length")
-        self._context_length = min(known)
+        if "max_total_num_tokens" not in info:
+            raise ConfigError(f"{self.url} is no SGLang server: its /server_info does not say how many tokens it holds")
+        served = (await self._get("/v1/models")).get("data") or [{}]
+        limits = [info.get("context_length"), served[0].get("max_model_len"), info["max_total_num_tokens"]]
+        self._context_length = min(int(limit) for limit in limits if limit)
         self.model_path = str(info.get("model_path") or "")
         model = await self._get("/model_info", "/get_model_info")
         self._version = _version(model.get("weight_version"))
@@ -107,18 +107,27 @@ class SGLangEngine:
     async def _stream(self, body: dict[str, Any], on_tokens: OnTokens) -> dict[str, Any]:
         last: dict[str, Any] | None = None
         ids: list[int] = []
+        pairs: list[Any] = []
+        versions: list[str] = []
         async with self._http.stream("POST", "/generate", json=body) as reply:
             if reply.status_code != 200:
                 _refuse_errors(reply.status_code, (await reply.aread()).decode("utf-8", "replace"))
             async for data in _events(reply):
                 if "error" in data:
-                    raise EngineError(f"SGLang: {data['error']}")
-                ids = _joined(ids, data)
+                    told = data["error"]
+                    raise EngineError(f"SGLang: {told.get('message') if isinstance(told, dict) else told}")
+                meta = data["meta_info"]
+                total = int(meta.get("completion_tokens") or 0)
+                ids = _joined(ids, data.get("output_ids"), total)
+                pairs = _joined(pairs, meta.get("output_token_logprobs"), total)
+                versions += [str(meta.get("weight_version"))] * (len(ids) - len(versions))
                 last = data
                 on_tokens(tuple(ids))
         if last is None:
             raise EngineLost(f"the SGLang server at {self.url} ended a stream without an answer")
-        return {**last, "output_ids": ids}
+        spans = [{"version": v, "start": place, "end": place + 1} for place, v in enumerate(versions)]
+        told = {"weight_versions": spans, **last["meta_info"], "output_token_logprobs": pairs}
+        return {**last, "output_ids": ids, "meta_info": told}
 
     def _abort_soon(self, rid: str) -> None:
         """Tell the server that nobody waits for a request any more."""
@@ -165,11 +174,10 @@ async def _events(reply: httpx.Response) -> AsyncIterator[dict[str, Any]]:
             yield json.loads(line[6:])
 
 
-def _joined(ids: list[int], data: dict[str, Any]) -> list[int]:
-    """Output ids so far; servers send either all of them each time or the new ones."""
-    new = data.get("output_ids") or []
-    total = int(data["meta_info"].get("completion_tokens") or 0)
-    return list(new) if len(new) == total else [*ids, *new]
+def _joined(so_far: list[Any], new: list[Any] | None, total: int) -> list[Any]:
+    """All entries so far; servers send either all of them each time or the new ones."""
+    new = new or []
+    return list(new) if len(new) == total else [*so_far, *new]
 
 
 def _generated(reply: dict[str, Any], began: WeightVersion) -> Generated:

@@ -24,10 +24,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from miles.config import Config
-from miles.errors import SessionError
+from miles.errors import ConfigError, SessionError
 from miles.rollout.engines.sglang import SGLangEngine
 from miles.rollout.rendering.families import load_rendering
-from miles.rollout.rendering.rendering import RenderingConfig
+from miles.rollout.rendering.rendering import Rendering, RenderingConfig
 from miles.rollout.session.config import SessionConfig
 from miles.rollout.session.server import SessionServer
 from miles.rollout.session.session import Session
@@ -161,6 +161,7 @@ class Service:
 async def standalone(config: StandaloneConfig) -> AsyncIterator[Service]:
     """Start everything; ConfigError says what is missing."""
     rendering = load_rendering(config.model, RenderingConfig(family=config.family, thinking=config.thinking))
+    _fits(config.model, rendering)
     engine = SGLangEngine(config.engine, temperature=config.temperature)
     try:
         await engine.start()
@@ -175,6 +176,16 @@ async def standalone(config: StandaloneConfig) -> AsyncIterator[Service]:
                 await service.close()
     finally:
         await engine.close()
+
+
+def _fits(model: Path, rendering: Rendering) -> None:
+    """ConfigError when the tokenizer has ids that the model has not: one such id kills an SGLang server."""
+    path = model / "config.json"
+    size = json.loads(path.read_text()).get("vocab_size") if path.is_file() else None
+    if size is not None and len(rendering.tokenizer) > size:
+        raise ConfigError(
+            f"{model}: the tokenizer has {len(rendering.tokenizer)} tokens and the model {size}: they do not fit"
+        )
 
 
 async def _body(request: Request) -> dict[str, Any]:

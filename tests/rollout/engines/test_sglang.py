@@ -36,11 +36,13 @@ class Server:
     def __init__(self):
         self.asked, self.aborted, self.calls = [], [], []
         self.has_asked, self.has_aborted = asyncio.Event(), asyncio.Event()
+        self.versions = []
         self.reply, self.status, self.incremental, self.hang = answer(), 200, False, None
         self.app = Starlette(
             routes=[
                 Route("/server_info", self.info),
                 Route("/get_model_info", lambda r: JSONResponse({"weight_version": "4"})),
+                Route("/v1/models", lambda r: JSONResponse({"data": [{"max_model_len": 2000}]})),
                 Route("/generate", self.generate, methods=["POST"]),
                 Route("/abort_request", self.abort, methods=["POST"]),
                 Route("/{name}", self.other, methods=["POST"]),
@@ -48,7 +50,7 @@ class Server:
         )
 
     async def info(self, request):
-        return JSONResponse({"context_length": 4096, "max_total_num_tokens": 2000, "model_path": "/m"})
+        return JSONResponse({"context_length": None, "max_total_num_tokens": 20000, "model_path": "/m"})
 
     async def generate(self, request):
         body = await request.json()
@@ -63,10 +65,13 @@ class Server:
     async def events(self):
         ids = self.reply["output_ids"]
         for end in range(1, len(ids) + 1):
-            part = {**self.reply, "output_ids": ids[end - 1 : end] if self.incremental else ids[:end]}
-            pairs = self.reply["meta_info"]["output_token_logprobs"][:end]
+            first = end - 1 if self.incremental else 0
+            part = {**self.reply, "output_ids": ids[first:end]}
+            pairs = self.reply["meta_info"]["output_token_logprobs"][first:end]
             finish = self.reply["meta_info"]["finish_reason"] if end == len(ids) else None
+            version = self.versions[end - 1] if self.versions else "4"
             meta = {**self.reply["meta_info"], "completion_tokens": end, "finish_reason": finish}
+            meta["weight_version"] = version
             yield f"data: {json.dumps({**part, 'meta_info': {**meta, 'output_token_logprobs': pairs}})}\n\n"
         yield "data: [DONE]\n\n"
 
@@ -136,6 +141,23 @@ async def test_spans_give_each_token_its_version_and_without_them_the_oldest_cou
     assert (await engine.generate(request())).versions == (4, 4, 4, 5)
     server.reply = answer(weight_version="9")
     assert (await engine.generate(request())).versions == (4,) * 4
+
+
+async def test_a_stream_tells_each_tokens_version(pair):
+    engine, server = pair
+    server.versions = ["4", "4", "5", "5"]
+    assert (await engine.generate(request(), lambda ids: None)).versions == (4, 4, 5, 5)
+
+
+async def test_an_error_inside_a_stream_is_the_engines(pair):
+    engine, server = pair
+
+    async def events():
+        yield 'data: {"error": {"message": "too long", "code": 400}}\n\ndata: [DONE]\n\n'
+
+    server.events = events
+    with pytest.raises(EngineError, match="SGLang: too long"):
+        await engine.generate(request(), lambda ids: None)
 
 
 async def test_an_aborted_request_keeps_what_was_sampled(pair):
