@@ -109,7 +109,14 @@ class SessionServer:
                 "another process has this port; set session.port=0 for a free one"
             ) from error
         self.url = f"http://{self.config.host}:{sock.getsockname()[1]}"
-        settings = uvicorn.Config(self.app, log_level="warning", access_log=False, lifespan="off", backlog=4096)
+        settings = uvicorn.Config(
+            self.app,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            backlog=4096,
+            timeout_keep_alive=int(self.config.ttl_s) + 1,  # agents' tools take minutes; their connections stay
+        )
         self._server = _Server(settings)
         self._serving = asyncio.create_task(self._server.serve(sockets=[sock]))
         while not self._server.started:

@@ -274,6 +274,11 @@ async def test_a_taken_port_says_how_to_get_a_free_one(rendering, engine_of):
                 pass
 
 
+async def test_connections_outlive_an_agents_slow_tools(serve, engine_of):
+    async with serve(engine_of(["answer 42"]), ttl_s=600) as server:
+        assert server._server.config.timeout_keep_alive > 600
+
+
 async def test_nothing_secret_is_logged(serve, engine_of, caplog):
     async with serve(engine_of(["answer 42"])) as server:
         session = server.open()
