@@ -85,6 +85,12 @@ class GuardedTokenizer:
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         return ids
 
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool = False, **options: Any) -> str:
+        """The text as the model wrote it; nothing is cleaned up."""
+        ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
+        text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return text
+
     def __call__(self, text: str, *, return_offsets_mapping: bool = False, **options: Any) -> dict[str, Any]:
         """Ids, and the place in the text that each came from."""
         if _MARK in text or _MARK_AS_JSON in text:
