@@ -3,12 +3,12 @@
 import math
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from miles.types import Edge, Finish, Generated, Message, Tree, Turn
 
-__all__ = ["Ids", "Record", "Records", "packed"]
+__all__ = ["Ids", "Record", "Records", "first_tokens", "packed"]
 
 if TYPE_CHECKING:
     Ids = array[int]
@@ -162,3 +162,14 @@ def _runs(values: Sequence[int]) -> list[tuple[int, int]]:
         else:
             runs.append((value, 1))
     return runs
+
+
+def first_tokens(generated: Generated, count: int) -> Generated:
+    """The first tokens of a generation: what is sampled by the same process when it stops there."""
+    return replace(
+        generated,
+        output_ids=generated.output_ids[:count],
+        logprobs=generated.logprobs[:count],
+        versions=generated.versions[:count],
+        finish=Finish.STOP,
+    )

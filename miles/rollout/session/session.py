@@ -10,7 +10,7 @@ import secrets
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -21,7 +21,7 @@ from miles.rollout.rendering.rendering import ParsedMessage, Rendering
 from miles.rollout.session.config import SessionConfig
 from miles.rollout.session.edges import Hints
 from miles.rollout.session.recorder import Match, Place, Recorder
-from miles.rollout.session.records import Ids, Record, packed
+from miles.rollout.session.records import Ids, Record, first_tokens, packed
 from miles.types import Finish, Generated, GenerateRequest, Limits, Message, ToolSpec, Transcript, Tree
 
 __all__ = ["ChatRequest", "Completion", "Flight", "Model", "Session"]
@@ -291,7 +291,7 @@ class Session:
         if not request.may_call:
             parsed = parsed.without_calls()
         if stop is not None:
-            generated, parsed = _first(generated, count), parsed.cut(stop)
+            generated, parsed = first_tokens(generated, count), parsed.cut(stop)
         turn = self._commit(plan, generated, parsed, request, flight, stop)
         if generated.finish is Finish.ABORT:
             raise SessionError("the engine aborted the generation; send the request again", status=503, code="aborted")
@@ -456,17 +456,6 @@ class Session:
 
 _EMPTY = ParsedMessage("", "", ())
 _NOTHING = Generated(output_ids=(), logprobs=(), versions=(), finish=Finish.ABORT)
-
-
-def _first(generated: Generated, count: int) -> Generated:
-    """The first tokens of a generation: what is sampled by the same process when it stops there."""
-    return replace(
-        generated,
-        output_ids=generated.output_ids[:count],
-        logprobs=generated.logprobs[:count],
-        versions=generated.versions[:count],
-        finish=Finish.STOP,
-    )
 
 
 def _size(messages: Sequence[Message]) -> int:

@@ -7,13 +7,14 @@ branch is a full render of what the client sent.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from miles.errors import MilesError, SessionError
 from miles.rollout.engines.scripted import ScriptedEngine
 from miles.rollout.rendering.rendering import Rendering
 from miles.rollout.session.config import SessionConfig
+from miles.rollout.session.records import first_tokens
 from miles.rollout.session.session import ChatRequest, Completion, Session
 from miles.types import Finish, Generated, GenerateRequest, Message, ToolSpec, Tree
 
@@ -279,17 +280,8 @@ async def _client_stop(play: _Play) -> None:
     done = await play.ask(messages, whole, stop=("</answer>",))
     assert done.stop == "</answer>", "the stop string was not seen"
     assert "answer" not in done.message["content"], f"the text was not cut: {done.message['content']!r}"
-    play.log[-1] = (play.log[-1][0], _cut(play.log[-1][1], done.completion_tokens))
+    play.log[-1] = (play.log[-1][0], first_tokens(play.log[-1][1], done.completion_tokens))
     await play.ask([*messages, done.message, _user("go on")], whole)
-
-
-def _cut(generated: Generated, count: int) -> Generated:
-    return replace(
-        generated,
-        output_ids=generated.output_ids[:count],
-        logprobs=generated.logprobs[:count],
-        versions=generated.versions[:count],
-    )
 
 
 _SCENARIOS: dict[str, _Scenario] = {
