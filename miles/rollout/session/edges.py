@@ -141,9 +141,9 @@ class Origins:
             if len(summary) >= _MIN_QUOTE:
                 self._summaries.append((summary, turn))
 
-    def spawner(self, messages: Sequence[Message]) -> int | None:
-        """The newest turn whose call has an argument that this conversation was started with."""
-        found = [self._by_argument[text] for text in task_of(messages) if text in self._by_argument]
+    def spawner(self, tasks: Sequence[str]) -> int | None:
+        """The newest turn whose call has an argument that a conversation was started with."""
+        found = [self._by_argument[text] for text in tasks if text in self._by_argument]
         return max(found, default=None)
 
     def compacted(self, messages: Sequence[Message]) -> int | None:

@@ -125,14 +125,13 @@ class Recorder:
             return Edge.EXTEND if extends else Edge.BRANCH, None
         if match.parent is not None:  # continues that turn in words, but the template renders it anew
             return Edge.BRANCH, match.parent
-        agent = _agent(hints)
-        if agent and agent in self._by_agent:
-            return Edge.BRANCH, self._by_agent[agent]
         origin = self._origins.compacted(match.messages)
         if origin is not None:
             return Edge.COMPACTED, origin
-        if not self._main_tasks.intersection(task_of(match.messages)):
-            origin = self._origins.spawner(match.messages)
+        agent = _agent(hints)
+        if agent and agent in self._by_agent:
+            return Edge.BRANCH, self._by_agent[agent]
+        origin = self._origins.spawner([t for t in task_of(match.messages) if t not in self._main_tasks])
         if origin is not None or hints.edge is Edge.SUBAGENT:
             if origin is None:
                 self.counters["subagent_unlinked"] += 1
@@ -160,12 +159,16 @@ class Recorder:
         if record.edge is Edge.ROOT:
             self._main_tasks.update(task_of(match.messages))
         if record.parent is not None and record.finish is not Finish.ABORT:
-            self._continue(record.parent)
+            self._continue(record.parent, aside=record.line != self.records[record.parent].line)
 
-    def _continue(self, parent: int) -> None:
-        """The client went on from `parent`: older answers to the same request are superseded."""
+    def _continue(self, parent: int, *, aside: bool) -> None:
+        """The client went on from `parent`: older answers to the same request are superseded.
+
+        A summary or a side call is asked `aside`: the conversation itself may still go on from the same turn.
+        """
         record = self.records[parent]
-        record.continued = record.delivered = True
+        record.delivered = True
+        record.continued = record.continued or not aside
         record.superseded = False
         for other in self._same[record.request_key]:
             if other < parent and not self.records[other].continued:

@@ -288,6 +288,17 @@ async def test_14_a_child_without_marks_is_known_by_its_prompt(client_of):
         assert [turn.origin for turn in tree.turns] == [None, 0, None, None]
 
 
+async def test_14_a_child_that_begins_with_its_parents_preamble_is_still_known(client_of):
+    """Codex puts the same environment message before every conversation."""
+    preamble = user("<environment_context>cwd /workspace</environment_context>")
+    launch = call("count all the files", "spawn_agent")
+    async with client_of([THINK + launch, THINK + "4"]) as client:
+        await client.chat([preamble, user("task")], tools=[function("spawn_agent")])
+        await client.chat([preamble, user("count all the files")], tools=[SHELL])
+        assert client.shape() == [(None, "root"), (None, "subagent")]
+        assert client.tree().turns[1].origin == 0
+
+
 async def test_15_codex_ends_while_its_child_is_in_flight(client_of):
     async with client_of([THINK + "parent", THINK + "child"], latency_s=0.4, drain_s=0.05) as client:
         parent = await client.chat([user("task")])
@@ -336,6 +347,15 @@ async def test_16_summaries_are_trained_when_switched_on(client_of):
     async with client_of([THINK + "The summary of it all."], train_compaction=True) as client:
         await client.chat([user("task"), user("You are about to run out of context. Summarise.")])
         assert client.tree().turns[0].trainable
+
+
+async def test_16_a_summary_that_is_not_used_leaves_the_main_line_as_it_was(client_of):
+    async with client_of([THINK + "one", THINK + "a summary of it", THINK + "two"]) as client:
+        said = [user("task")]
+        said.append(await client.chat(said))
+        await client.chat([*said, user("You are about to run out of context. Summarise.")])
+        await client.chat([*said, user("go on")])
+        assert client.shape() == [(None, "root"), (0, "compaction_request"), (0, "extend")]
 
 
 @pytest.mark.parametrize("headers", [True, False])
