@@ -64,14 +64,20 @@ class Trajectory:
             raise ConfigError(f"this line is no trajectory: {type(error).__name__}: {str(error)[:200]}") from error
 
     def paths(self) -> Iterator[tuple[list[int], list[bool], list[float | None]]]:
-        """For each leaf: (ids, which of them were sampled and are trainable, logprob or None of each)."""
+        """For each leaf: (ids, which of them to train, logprob or None of each).
+
+        A sampled token is to be trained once: a turn that several leaves share counts for the first of them, and a
+        token without a logprob for none.
+        """
+        owner: dict[int, int] = {}
         for leaf in self.tree.leaves():
             ids: list[int] = []
             mask: list[bool] = []
             logprobs: list[float | None] = []
             for turn in self.tree.path(leaf.id):
+                own = turn.trainable and owner.setdefault(turn.id, leaf.id) == leaf.id
                 ids += [*turn.prompt_ids, *turn.output_ids]
-                mask += [False] * len(turn.prompt_ids) + [turn.trainable] * len(turn.output_ids)
+                mask += [False] * len(turn.prompt_ids) + [own and value is not None for value in turn.logprobs]
                 logprobs += [None] * len(turn.prompt_ids) + [*turn.logprobs]
             yield ids, mask, logprobs
 

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from miles.errors import ConfigError
@@ -31,9 +33,15 @@ def test_a_line_brings_back_the_tree(tmp_path):
 def test_paths_are_the_trainers_rows_before_ownership():
     paths = list(Trajectory(id="x", tree=TREE).paths())
     assert [ids for ids, _, _ in paths] == [[1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 8, 9]]
-    assert [mask for _, mask, _ in paths][1] == [False, False, True, True, False, False]
+    assert [mask for _, mask, _ in paths] == [[False] * 2 + [True] * 2 + [False] + [True] * 2, [False] * 6]
     assert paths[0][2] == [None, None, -0.5, -0.5, None, -0.5, -0.5]
     assert [row.ids for row in tree_rows(TREE)] == [[1, 2, 3, 4, 5, 6, 7]]
+
+
+def test_a_token_without_a_logprob_is_not_to_be_trained():
+    blind = replace(turn(0, None, [1], [2, 3]), logprobs=(None, -0.5))
+    ((_, mask, logprobs),) = Trajectory(id="x", tree=Tree(turns=(blind,))).paths()
+    assert (mask, logprobs) == ([False, False, True], [None, None, -0.5])
 
 
 def test_the_outline_shows_branches_indented_and_goes_on_below():

@@ -30,6 +30,7 @@ class SGLangEngine:
             timeout=httpx.Timeout(timeout_s, connect=10.0),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
         )
+        self._aborts: set[asyncio.Task[None]] = set()
         self._version: WeightVersion = 0
         self._context_length = 0
         self.model_path = ""
@@ -132,8 +133,8 @@ class SGLangEngine:
     def _abort_soon(self, rid: str) -> None:
         """Tell the server that nobody waits for a request any more."""
         task = asyncio.create_task(self._abort(rid))
-        _aborts.add(task)
-        task.add_done_callback(_aborts.discard)
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
 
     async def _abort(self, rid: str) -> None:
         try:
@@ -160,12 +161,9 @@ class SGLangEngine:
 
     async def close(self) -> None:
         """Let go of the server; it goes on running."""
-        for task in list(_aborts):
-            task.cancel()
+        if self._aborts:
+            await asyncio.wait(self._aborts, timeout=2.0)
         await self._http.aclose()
-
-
-_aborts: set["asyncio.Task[None]"] = set()
 
 
 async def _events(reply: httpx.Response) -> AsyncIterator[dict[str, Any]]:

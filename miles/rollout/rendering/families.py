@@ -14,6 +14,7 @@ from miles.errors import ConfigError, SessionError
 from miles.rollout.rendering.guard import GuardedTokenizer
 from miles.rollout.rendering.rendering import Rendering, RenderingConfig
 from miles.rollout.rendering.template import TemplateRenderer
+from miles.rollout.rendering.text import settled
 from miles.types import Message, ToolSpec
 
 __all__ = ["check_tokenizer", "families", "load_rendering", "rendering_of", "self_test"]
@@ -239,3 +240,27 @@ def self_test(rendering: Rendering) -> None:
     rendering.extends = bool(tail)
     if short == (tail, parsed):
         rendering.looks_back = _FEW
+    rendering.streams = all(_only_grows(rendering, user, answer, tools) for answer in _SPOKEN)
+
+
+_SPOKEN: list[Message] = [
+    {"role": "assistant", "content": "It is done, all of it."},
+    {"role": "assistant", "content": "It is done.", "reasoning_content": "Hm, let me see what it was."},
+    {"role": "assistant", "content": "I will look.", "tool_calls": [_CALL]},
+    {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+]
+
+
+def _only_grows(rendering: Rendering, user: Message, answer: Message, tools: list[ToolSpec]) -> bool:
+    """Whether what could be streamed of each beginning of an answer begins the answer itself."""
+    try:
+        output, prompt = rendering.sampled_for([user], answer, tools), rendering.full([user], tools)
+        whole = rendering.parse(output, tools, prompt)
+        for count in range(1, len(output)):
+            part = rendering.parse(output[:count], tools, prompt, partial=True)
+            texts = ((part.content, whole.content), (part.reasoning, whole.reasoning))
+            if not all(final.startswith(settled(text)) for text, final in texts):
+                return False
+    except SessionError:
+        return True  # the template has no such answers
+    return True

@@ -80,20 +80,22 @@ class Rendering:
         self.tokenizer, self.renderer, self.family = tokenizer, renderer, family
         self.stop_ids: tuple[int, ...] = tuple(renderer.get_stop_token_ids())
         self._opening_ids: list[int] | None = None
+        self._shown: list[tuple[list[ToolSpec], list[ToolSpec]]] = []
         self.extends = True  # whether sampled turns can be extended at all
+        self.streams = True  # whether the text of an unfinished answer only ever grows
         self.looks_back = 1 << 12  # ids of the prompt's end that parsing and extending depend on
 
     def full(self, messages: list[Message], tools: list[ToolSpec]) -> list[int]:
         """Ids of the whole conversation up to where the assistant begins to write."""
-        clean, shown = self._clean(messages), self._tools(tools)
         with _refusals():
+            clean, shown = self._clean(messages), self._tools(tools)
             ids: list[int] = self.renderer.render_ids(clean, tools=shown, add_generation_prompt=True)
             return ids
 
     def demonstration(self, messages: list[Message], tools: list[ToolSpec]) -> tuple[list[int], list[bool]]:
         """Ids of a finished conversation and which of them the policy would have sampled."""
-        clean, shown = self._clean(messages), self._tools(tools)
         with _refusals():
+            clean, shown = self._clean(messages), self._tools(tools)
             rendered = self.renderer.render(clean, tools=shown)
         if not rendered.sampled_mask:
             raise ConfigError("this model family cannot tell sampled tokens from template text; SFT needs a known one")
@@ -186,18 +188,20 @@ class Rendering:
         Stop strings are looked for in the answer's text, not in its thinking or in calls, and the answer ends with
         the token that completes the first one.
         """
-        found = min(((parsed.content.find(s) + len(s), s) for s in stop if s in parsed.content), default=None)
-        if found is None:
+        if not any(s in parsed.content for s in stop):
             return len(ids), None
+
+        def holds(count: int) -> str | None:
+            text = self.parse(ids[:count], tools, prompt, partial=True).content
+            return min(((text.find(s) + len(s), s) for s in stop if s in text), default=(0, None))[1]
+
         low, high = 1, len(ids)
         while low < high:
             middle = (low + high) // 2
-            text = self.parse(ids[:middle], tools, prompt, partial=True).content
-            if any(s in text for s in stop):
-                high = middle
-            else:
-                low = middle + 1
-        return low, found[1]
+            low, high = (low, middle) if holds(middle) else (middle + 1, high)
+        if not holds(low) or (low > 1 and holds(low - 1)):  # a family whose text does not simply grow
+            low = next((count for count in range(1, len(ids) + 1) if holds(count)), len(ids))
+        return low, holds(low)
 
     @property
     def control(self) -> list[str]:
@@ -220,8 +224,16 @@ class Rendering:
         return text
 
     def _tools(self, tools: list[ToolSpec]) -> list[ToolSpec] | None:
-        shown = [{name: value for name, value in tool.items() if not name.startswith("x-")} for tool in tools]
-        return self.tokenizer.escape(shown) if shown else None
+        """Tools as templates may see them; the last few lists are remembered, since agents send them every time."""
+        if not tools:
+            return None
+        for known, shown in self._shown:
+            if known == tools:
+                return shown
+        own = [{name: value for name, value in tool.items() if not name.startswith("x-")} for tool in tools]
+        made: list[ToolSpec] = self.tokenizer.escape(own)
+        self._shown = [(tools, made), *self._shown[:7]]
+        return made
 
     def _clean(self, messages: list[Message]) -> list[Message]:
         return [self._for_template(message, place) for place, message in enumerate(messages)]
@@ -258,7 +270,7 @@ class Rendering:
             raise SessionError(f"{where}: arguments must be a JSON object")
         name = str(function.get("name") or "")
         clean = {"name": self.tokenizer.escape(name), "arguments": self.tokenizer.escape(arguments)}
-        return {"id": str(call.get("id") or ""), "type": "function", "function": clean}
+        return {"id": self.tokenizer.escape(str(call.get("id") or "")), "type": "function", "function": clean}
 
 
 _THOUGHTS = ("I see.\n</think>\n\n", "I see.<|end|><|start|>assistant<|channel|>final<|message|>")
@@ -269,7 +281,9 @@ def _refusals() -> Iterator[None]:
     """What a renderer raises for a conversation that its template cannot hold is the client's to mend."""
     try:
         yield
-    except (ValueError, TypeError, KeyError, AttributeError, AssertionError, IndexError) as error:
+    except SessionError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, AssertionError, IndexError, RecursionError) as error:
         raise SessionError(
             f"this model's chat template refuses the conversation: {error}", code="template_refuses"
         ) from error

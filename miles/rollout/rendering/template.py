@@ -10,6 +10,7 @@ refuses tool results gets them from the user.
 import contextlib
 import json
 import re
+import secrets
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -78,6 +79,8 @@ class TemplateRenderer:
         end = next((i for i, token in enumerate(token_ids) if token in self._stops), len(token_ids))
         text = self._tokenizer.decode(token_ids[:end], skip_special_tokens=False)
         reasoning = None
+        if "</think>" not in text and text.lstrip().startswith("<think>"):
+            return ParsedResponse(content="", reasoning_content=text.partition("<think>")[2], reasoning_complete=False)
         if "</think>" in text:
             reasoning, _, text = text.partition("</think>")
             reasoning = reasoning.replace("<think>", "").strip("\n")
@@ -95,13 +98,15 @@ class TemplateRenderer:
         tools: list[ToolSpec] | None = None,
     ) -> RenderedTokens | None:
         thought = "</think>" in self._tokenizer.decode(previous_completion_ids)
+        mark = secrets.token_hex(8)  # no client can write it into a message
         try:
-            text = self._text([*self._stand_in(new_messages, tools, thought), *new_messages], tools, True)
+            text = self._text([*self._stand_in(new_messages, tools, mark, thought), *new_messages], tools, True)
         except SessionError:
             return None
-        at = text.rfind(_ANSWER)
-        if at < 0 or (thought and _THOUGHT not in text):
+        at = text.find(_ANSWER + mark)
+        if text.count(_ANSWER + mark) != 1 or (thought and _THOUGHT + mark not in text):
             return None
+        at += len(mark)
         head = self._tokenizer.encode(text[: at + len(_ANSWER)], add_special_tokens=False)
         ids = self._tokenizer.encode(text, add_special_tokens=False)
         if ids[: len(head)] != head:
@@ -115,15 +120,17 @@ class TemplateRenderer:
         joined = [*previous_prompt_ids, *kept, *(rest[close + 1 :] if closed else rest[close:])]
         return RenderedTokens(token_ids=joined, message_indices=[-1] * len(joined))
 
-    def _stand_in(self, new_messages: list[Message], tools: list[ToolSpec] | None, thought: bool) -> list[Message]:
+    def _stand_in(
+        self, new_messages: list[Message], tools: list[ToolSpec] | None, mark: str, thought: bool
+    ) -> list[Message]:
         name = tools[0]["function"]["name"] if tools else "tool"
         calls = [
             {"id": m["tool_call_id"], "type": "function", "function": {"name": name, "arguments": {}}}
             for m in new_messages
             if m.get("role") == "tool" and m.get("tool_call_id")
         ]
-        thinking = f"<think>\n{_THOUGHT}\n</think>\n\n" if thought else ""
-        answer: Message = {"role": "assistant", "content": thinking + _ANSWER}
+        thinking = f"<think>\n{_THOUGHT}{mark}\n</think>\n\n" if thought else ""
+        answer: Message = {"role": "assistant", "content": thinking + _ANSWER + mark}
         if calls and self._takes_results == "after_calls":
             answer["tool_calls"] = calls
         return [{"role": "user", "content": "."}, answer]

@@ -20,17 +20,18 @@ __all__ = ["Hints", "Origins", "read_hints", "task_of"]
 _MIN_QUOTE = 8
 
 _SIDE_SYSTEMS = ("You are a title generator",)
-_SIDE_ANYWHERE = ("Managed memory has TWO directories",)
+_SIDE_BEGINNINGS = ("Managed memory has TWO directories",)
 _COMPACTION_SYSTEMS = ("context summarization agent", "<state_snapshot>")
-_COMPACTION_LAST = (
+_COMPACTION_BEGINNINGS = (
     "CRITICAL: Respond with TEXT ONLY",
     "CONTEXT CHECKPOINT COMPACTION",
+    "You are performing a CONTEXT CHECKPOINT COMPACTION",
     "You are about to run out of context",
     "You are about to hand off your work to another AI agent",
     "You are picking up work from a previous AI agent on this task",
     "The next agent has a few questions for you",
     "You are maintaining a context-aware state summary",
-    "<state_snapshot>",
+    "First, reason in your scratchpad. Then, generate the <state_snapshot>",
 )
 _SUBAGENT_SYSTEMS = ("cc_is_subagent=true", "general-purpose subagent working for a parent agent")
 
@@ -50,9 +51,13 @@ _CODEX_TURN = ("request_kind", "window_number", "context_window_id", "parent_thr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hints:
-    """What a request says of itself: an edge, if any, and the client's own names for where it belongs."""
+    """What a request says of itself: an edge, if any, and the client's own names for where it belongs.
+
+    `sure` says that the client named the edge; otherwise it was guessed from texts.
+    """
 
     edge: Edge | None = None
+    sure: bool = False
     wire: dict[str, str] = field(default_factory=dict)
 
 
@@ -68,43 +73,47 @@ def read_hints(
     cache_key = (body or {}).get("prompt_cache_key")
     if isinstance(cache_key, str):
         wire.setdefault("session", cache_key)
-    return Hints(edge=_edge(wire, messages, tools), wire=wire)
-
-
-def _edge(wire: Mapping[str, str], messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Edge | None:
     if wire.get("request_kind") == "compaction":
-        return Edge.COMPACTION_REQUEST
+        return Hints(edge=Edge.COMPACTION_REQUEST, sure=True, wire=wire)
+    guess = _guess(messages, tools)
+    if guess is None and any(wire.get(name) for name in _OF_A_CHILD):
+        return Hints(edge=Edge.SUBAGENT, sure=True, wire=wire)
+    return Hints(edge=guess, wire=wire)
+
+
+_OF_A_CHILD = ("agent", "subagent", "parent_thread", "parent_thread_id", "parent_session")
+
+
+def _guess(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Edge | None:
     system = _text_of_first(messages, "system")
-    last = _tail(messages)
-    if any(mark in system for mark in _SIDE_SYSTEMS) or any(mark in last for mark in _SIDE_ANYWHERE):
+    last = _beginnings(messages)
+    if any(mark in system for mark in _SIDE_SYSTEMS) or any(text.startswith(_SIDE_BEGINNINGS) for text in last):
         return Edge.SIDE
-    if any(mark in last for mark in _COMPACTION_LAST) or (
-        not tools and any(mark in system for mark in _COMPACTION_SYSTEMS)
-    ):
+    asked_to_sum_up = any(text.startswith(_COMPACTION_BEGINNINGS) for text in last)
+    if asked_to_sum_up or (not tools and any(mark in system for mark in _COMPACTION_SYSTEMS)):
         return Edge.COMPACTION_REQUEST
-    child = any(wire.get(name) for name in ("agent", "subagent", "parent_thread", "parent_thread_id", "parent_session"))
-    if child or any(mark in system for mark in _SUBAGENT_SYSTEMS):
-        return Edge.SUBAGENT
-    return None
+    return Edge.SUBAGENT if any(mark in system for mark in _SUBAGENT_SYSTEMS) else None
 
 
 def _codex_turn(text: str) -> dict[str, str]:
     try:
         told = json.loads(text) if text else {}
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return {name: str(told[name]) for name in _CODEX_TURN if isinstance(told, dict) and told.get(name) is not None}
 
 
-def _tail(messages: Sequence[Message]) -> str:
-    """Text of what follows the last assistant message: where instructions to summarise stand."""
-    pieces: list[str] = []
-    for message in reversed(messages):
-        if message.get("role") == "assistant":
-            break
-        if message.get("role") == "user":
-            pieces.append(text_of(message.get("content")))
-    return "\n".join(reversed(pieces))
+def _beginnings(messages: Sequence[Message]) -> list[str]:
+    """The last message, if it is the user's, and each of its parts: where an instruction to sum up begins.
+
+    Not further back and not in the middle: tools print such words, too, and some agents send output as a user.
+    """
+    last = messages[-1] if messages else {}
+    if last.get("role") != "user":
+        return []
+    content = last.get("content")
+    parts = [text_of([part]) for part in content] if isinstance(content, list) else []
+    return [text.lstrip() for text in (text_of(content), *parts)]
 
 
 def _text_of_first(messages: Sequence[Message], role: str) -> str:

@@ -20,9 +20,9 @@ __all__ = ["Lines", "calls_of", "chain", "root_key"]
 _REMEMBERED_LINES = 4
 
 
-def root_key(tools: Sequence[ToolSpec], model: str = "policy") -> bytes:
-    """Key of an empty conversation: other tools or another model, other tree."""
-    return _digest(b"", {"tools": list(tools), "model": model})
+def root_key(tools: Sequence[ToolSpec], model: str = "policy", agent: str = "") -> bytes:
+    """Key of an empty conversation: other tools, another model or another agent, other tree."""
+    return _digest(b"", {"tools": list(tools), "model": model, "agent": agent})
 
 
 def chain(start: bytes, messages: Sequence[Message]) -> list[bytes]:
@@ -58,7 +58,12 @@ class Lines:
         key = start
         for place, message in enumerate(messages):
             before = line.messages[place] if line is not None and place < len(line.messages) else None
-            if line is not None and before is not None and in_step and (place < known or before == message):
+            if (
+                line is not None
+                and before is not None
+                and in_step
+                and (place < known or (before == message and _exactly(message)))
+            ):
                 key, kept[place] = line.keys[place], before
             else:
                 key = _digest(key, _normal(message))
@@ -76,12 +81,22 @@ class Lines:
                 continue
             same = 0
             for old, new in zip(line.messages, messages, strict=False):
-                if old != new:
+                if old != new or not _exactly(new):
                     break
                 same += 1
             if same > length:
                 best, length = line, same
         return best, length
+
+
+def _exactly(message: Message) -> bool:
+    """Whether equality says it all: Python takes 1, 1.0 and True for one, as arguments they are not."""
+    return all(
+        isinstance(call, dict)
+        and isinstance(call.get("function"), dict)
+        and isinstance(call["function"].get("arguments"), str)
+        for call in message.get("tool_calls") or ()
+    )
 
 
 def calls_of(message: Message) -> list[tuple[str, str, Any]]:
@@ -106,7 +121,18 @@ def _call(call: Any) -> tuple[str, str, Any]:
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError, RecursionError):
             arguments = json.loads(arguments) if arguments.strip() else {}
-    return str(call.get("id") or ""), str(function.get("name") or ""), {} if arguments is None else arguments
+    return str(call.get("id") or ""), str(function.get("name") or ""), {} if arguments is None else _as_js(arguments)
+
+
+def _as_js(value: Any) -> Any:
+    """Numbers as JavaScript writes them back: 10.0 as 10, integers beyond 2^53 rounded."""
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else value
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 1 << 53:
+        return int(float(value)) if abs(value) < 1 << 1000 else value
+    if isinstance(value, dict):
+        return {name: _as_js(item) for name, item in value.items()}
+    return [_as_js(item) for item in value] if isinstance(value, list) else value
 
 
 def _digest(previous: bytes, value: Any) -> bytes:

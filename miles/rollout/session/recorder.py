@@ -64,10 +64,15 @@ class Recorder:
         self._newest_main: int | None = None
 
     def match(
-        self, messages: Sequence[Message], tools: Sequence[ToolSpec], model: str, options: Sequence[object]
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSpec],
+        model: str,
+        options: Sequence[object],
+        hints: Hints | None = None,
     ) -> Match:
         """Find the deepest turn that the request continues; nothing changes but the memory of equal messages."""
-        start = root_key(tools, model)
+        start = root_key(tools, model, _agent(hints) if hints is not None else "")
         keys, kept = self._lines.chain(start, messages)
         parent, first = None, 0
         for place in range(len(keys) - 2, -1, -1):
@@ -105,6 +110,8 @@ class Recorder:
 
     def place(self, match: Match, parent: int | None, hints: Hints) -> Place:
         """How the turn hangs in the tree. `parent` is the turn whose ids it extends."""
+        if parent is not None and hints.edge is None:
+            self._reconsider(self.records[parent])
         edge, origin = self._edge(match, parent, hints)
         line = LINES.get(edge)
         if line is None:
@@ -114,6 +121,15 @@ class Recorder:
                 above = summary.parent if summary.parent is not None else summary.origin
             line = self.records[above].line if above is not None else "main"
         return Place(parent=parent, origin=origin, edge=edge, line=line)
+
+    def _reconsider(self, record: Record) -> None:
+        """A turn that was taken for a summary or a side call by its words, and is simply gone on from, was neither."""
+        if record.guessed and record.parent is not None and record.line in ("compaction", "side"):
+            record.edge, record.line, record.guessed = Edge.EXTEND, self.records[record.parent].line, False
+            record.trained = record.policy
+            self.counters["guess_taken_back"] += 1
+            if record.line == "main":
+                self._newest_main = max(self._newest_main or 0, record.id)
 
     def _edge(self, match: Match, parent: int | None, hints: Hints) -> tuple[Edge, int | None]:
         if hints.edge in (Edge.SIDE, Edge.COMPACTION_REQUEST):
@@ -208,9 +224,13 @@ class Recorder:
             calls.append(call)
         return {**message, "tool_calls": calls}
 
-    def history(self, turn: int) -> list[Message]:
-        """Messages of the conversation up to and with a turn's answer."""
-        return [message for record in self.records.path(turn) for message in (*record.messages, record.message)]
+    def history(self, turn: int, *, named: bool = False) -> list[Message]:
+        """Messages of the conversation up to and with a turn's answer; `named` marks answers with their turns."""
+        messages: list[Message] = []
+        for record in self.records.path(turn):
+            answer = {**record.message, "turn_token": record.token} if named else record.message
+            messages += [*record.messages, answer]
+        return messages
 
     def report(self) -> dict[str, float]:
         """Numbers about prefix reuse, forks and edits."""

@@ -38,7 +38,9 @@ class Record:
     token: str
     cached_tokens: int = 0
     stop: str | None = None
+    policy: bool = True
     trained: bool = True
+    guessed: bool = False
     delivered: bool = False
     continued: bool = False
     superseded: bool = False

@@ -133,7 +133,9 @@ class SessionServer:
             self._server.force_exit = True
             await self._serving
 
-    def open(self, limits: Limits | None = None, *, canonicalisers: Sequence[str] = ()) -> Session:
+    def open(
+        self, limits: Limits | None = None, *, canonicalisers: Sequence[str] = (), ttl_s: float | None = None
+    ) -> Session:
         """A new session with its own key. `canonicalisers` are the harness's, after those of the config."""
         self._forget_expired()
         session = Session(
@@ -144,6 +146,7 @@ class SessionServer:
             max_tokens=self._max_tokens,
             canonicalisers=canonicalisers,
             others=self._others,
+            ttl_s=ttl_s,
         )
         self._sessions[session.id] = session
         self._by_key[session.key] = session
@@ -153,14 +156,6 @@ class SessionServer:
         """Close a session; late requests get a non-retryable 400."""
         self._forget(session)
         await session.close()
-
-    def sessions(self) -> list[Session]:
-        """The open ones."""
-        return list(self._sessions.values())
-
-    def session(self, name: str) -> Session | None:
-        """An open session by its id."""
-        return self._sessions.get(name)
 
     def _forget(self, session: Session) -> None:
         self._sessions.pop(session.id, None)
@@ -182,8 +177,8 @@ class SessionServer:
             self._forget(session)
 
     def _find(self, request: Request) -> Session:
-        bearer = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
-        key = bearer or request.headers.get("x-api-key", "")
+        scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+        key = bearer.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
         name = request.path_params.get("session")
         session = self._by_key.get(key) if name is None else self._sessions.get(name)
         if session is None:
@@ -212,7 +207,7 @@ class SessionServer:
 
     async def _count(self, request: Request) -> Response:
         session, body = self._find(request), await self._json(request)
-        asked = MESSAGES.parse(body, request.headers, Wishes(refuse=False))
+        asked = _read(MESSAGES, body, request, Wishes(refuse=False))
         return _json_reply({"input_tokens": await session.count(asked)})
 
     async def _stored(self, request: Request) -> Response:
@@ -223,27 +218,42 @@ class SessionServer:
 
     async def _answer(self, dialect: Dialect, request: Request) -> Response:
         session, body = self._find(request), await self._json(request)
-        asked = dialect.parse(body, request.headers, Wishes(refuse=self.config.wishes == "refuse"))
+        asked = _read(dialect, body, request, Wishes(refuse=self.config.wishes == "refuse"))
         told = self.config.report_truncation
-        if not body.get("stream"):
-            task = asyncio.create_task(session.complete(asked))
-            done = await _unless_gone(request, task)
-            reply = _json_reply(dialect.reply(done, asked, told_of_cut=told))
-            done.delivered()
-            return reply
-        progress = _Progress()
-        task = asyncio.create_task(session.complete(asked, progress.update))
-        task.add_done_callback(lambda _: progress.event.set())
-        await _first_sign(request, task, progress, self.config.keepalive_s)
-        if task.done() and task.exception() is not None:
-            await task
+        with contextlib.ExitStack() as replying:
+            replying.enter_context(session.replying())
+            if not body.get("stream"):
+                task = asyncio.create_task(session.complete(asked))
+                done = await _unless_gone(request, task)
+                reply = _json_reply(dialect.reply(done, asked, told_of_cut=told))
+                done.delivered()
+                return reply
+            progress = _Progress()
+            task = asyncio.create_task(session.complete(asked, progress.update))
+            task.add_done_callback(lambda _: progress.event.set())
+            await _first_sign(request, task, progress, self.config.keepalive_s)
+            if task.done() and task.exception() is not None:
+                await task
+            until_sent = replying.pop_all()
         return StreamingResponse(
-            self._events(dialect.stream(asked, body, told_of_cut=told), task, progress, asked),
+            self._events(until_sent, dialect.stream(asked, body, told_of_cut=told), task, progress, asked),
             media_type="text/event-stream",
             headers={"Cache-Control": "no-cache"},
         )
 
     async def _events(
+        self,
+        until_sent: contextlib.ExitStack,
+        stream: Stream,
+        task: "asyncio.Task[Completion]",
+        progress: "_Progress",
+        asked: ChatRequest,
+    ) -> AsyncIterator[bytes]:
+        with until_sent:
+            async for event in self._told(stream, task, progress, asked):
+                yield event
+
+    async def _told(
         self, stream: Stream, task: "asyncio.Task[Completion]", progress: "_Progress", asked: ChatRequest
     ) -> AsyncIterator[bytes]:
         started, next_parse = False, 0.0
@@ -262,7 +272,8 @@ class SessionServer:
                     continue
                 progress.event.clear()
                 began = time.monotonic()
-                if flight is not None and not task.done() and flight.ids and began >= next_parse:
+                may_show = flight is not None and flight.rendering.streams and bool(flight.ids)
+                if flight is not None and may_show and not task.done() and began >= next_parse:
                     so_far = flight.rendering.parse(list(flight.ids), tools, list(flight.tail), partial=True)
                     for event in stream.progress(so_far.content, so_far.reasoning):
                         yield event
@@ -271,6 +282,10 @@ class SessionServer:
                 done = await task
             except MilesError as error:
                 yield stream.error(error)
+                return
+            except Exception as error:  # the client must learn that its stream has failed
+                log.error("a model call failed", exc_info=error)
+                yield stream.error(MilesError("internal error; see the run's log"))
                 return
             events = [*([] if started else stream.start(done.token, done.prompt_tokens)), *stream.finish(done)]
             for event in events[:-1]:
@@ -296,6 +311,14 @@ class SessionServer:
         if not isinstance(data, dict):
             raise SessionError("the body must be a JSON object")
         return data
+
+
+def _read(dialect: Dialect, body: dict[str, Any], request: Request, wishes: Wishes) -> ChatRequest:
+    """A body in the session's words; whatever is odd about it is the client's to mend."""
+    try:
+        return dialect.parse(body, request.headers, wishes)
+    except (TypeError, ValueError, AttributeError, KeyError, IndexError, RecursionError, OverflowError) as error:
+        raise SessionError(f"the body cannot be read: {type(error).__name__}: {str(error)[:200]}") from error
 
 
 def _length(request: Request) -> int:

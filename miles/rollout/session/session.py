@@ -5,12 +5,13 @@ last byte is sent. No lock is held while an engine works: requests from one turn
 """
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -19,9 +20,9 @@ from miles.registry import resolve
 from miles.rollout.engines.base import Engine
 from miles.rollout.rendering.rendering import ParsedMessage, Rendering
 from miles.rollout.session.config import SessionConfig
-from miles.rollout.session.edges import Hints
 from miles.rollout.session.recorder import Match, Place, Recorder
 from miles.rollout.session.records import Ids, Record, first_tokens, packed
+from miles.rollout.session.values import ChatRequest, Completion, Flight, Model
 from miles.types import Finish, Generated, GenerateRequest, Limits, Message, ToolSpec, Transcript, Tree
 
 __all__ = ["ChatRequest", "Completion", "Flight", "Model", "Session"]
@@ -30,78 +31,18 @@ log = logging.getLogger(__name__)
 _THREAD_ABOVE_CHARS = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Model:
-    """An engine and the rendering of its tokenizer."""
-
-    engine: Engine
-    rendering: Rendering
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatRequest:
-    """What a dialect makes of a client's body. `asked` keeps what the client wanted and did not get.
-
-    An assistant message may carry `turn_token`, the name that we gave the turn it was. `previous` is the token
-    of a turn whose conversation comes before `messages`. `call_prefix` begins the ids of tool calls.
-    """
-
-    messages: tuple[Message, ...]
-    tools: tuple[ToolSpec, ...] = ()
-    max_tokens: int | None = None
-    stop: tuple[str, ...] = ()
-    may_call: bool = True
-    model: str = "policy"
-    previous: str | None = None
-    call_prefix: str = "call_"
-    hints: Hints = field(default_factory=Hints)
-    asked: dict[str, object] = field(default_factory=dict)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
     model: Model
     match: Match
     place: Place
+    policy: bool
     trained: bool
     messages: tuple[Message, ...]
     added: Ids
     prompt: Ids
     max_tokens: int
     asked: dict[str, object]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
-    """What the dialect answers with. `delivered()` is called just before the last byte goes out.
-
-    `token` names the turn towards the client; `stop` is the client's stop string that ended it.
-    """
-
-    turn: int
-    token: str
-    parsed: ParsedMessage
-    message: Message
-    finish: Finish
-    stop: str | None
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    delivered: Callable[[], None]
-
-
-class Flight:
-    """One generation that one or several identical requests wait for."""
-
-    def __init__(self, rendering: Rendering) -> None:
-        self.rendering = rendering
-        self.token = secrets.token_hex(12)
-        self.prompt_tokens: int | None = None
-        self.tail: Sequence[int] = ()
-        self.ids: tuple[int, ...] = ()
-        self.task: asyncio.Task[Completion] | None = None
-        self.waiters = 0
-        self.progress = asyncio.Event()
 
 
 OnProgress = Callable[[Flight], None]
@@ -120,12 +61,14 @@ class Session:
         max_tokens: int = 1024,
         canonicalisers: Sequence[str] = (),
         others: Mapping[str, Model] | None = None,
+        ttl_s: float | None = None,
     ) -> None:
         self.id = secrets.token_urlsafe(12)
         self.key = f"sk-miles-{secrets.token_urlsafe(24)}"
         self.config = config or SessionConfig()
         self.limits = limits or Limits()
-        self.expires = time.monotonic() + max(self.config.ttl_s, 1.1 * limits.wall_s if limits else 0.0)
+        life_s = max(self.config.ttl_s, 1.1 * limits.wall_s if limits else 0.0) if ttl_s is None else ttl_s
+        self.expires = time.monotonic() + life_s
         self.refused: dict[str, int] = {}
         self.recorder = Recorder()
         names = (*self.config.canonicalisers, *canonicalisers)
@@ -135,15 +78,18 @@ class Session:
         if unknown:
             raise ConfigError(f"session.models names {unknown[0]!r}; there is: {', '.join(self._models)}")
         self._max_tokens = max_tokens
-        self._failed: dict[bytes, str] = {}  # request key -> why its generation failed, until it succeeds
+        self._failed: dict[bytes, tuple[str, str]] = {}  # request key -> line, why its generation failed
         self._flights: dict[bytes, Flight] = {}
+        self._leaving: set[asyncio.Task[Completion]] = set()
+        self._replies = 0
+        self._quiet = asyncio.Event()
         self._sampled = self._reserved = 0
         self._closing = self._ended = False
 
     @property
     def engine_failure(self) -> str | None:
-        """Why a model call failed that never succeeded afterwards; None when there is none."""
-        return next(iter(self._failed.values()), None)
+        """Why a model call failed after which its conversation got no answer; None when there is none."""
+        return next((why for _, why in self._failed.values()), None)
 
     @property
     def waiting_for_engine(self) -> bool:
@@ -188,7 +134,11 @@ class Session:
                 changed.append(name)
         asked = {**request.asked, "canonicalised": changed} if changed else request.asked
         options = (request.max_tokens, request.stop, request.may_call)
-        return model, self.recorder.match(messages, request.tools, model, options), asked
+        try:
+            match = self.recorder.match(messages, request.tools, model, options, request.hints)
+        except RecursionError:
+            raise SessionError("messages or tools are nested too deeply to compare") from None
+        return model, match, asked
 
     def _with_previous(self, request: ChatRequest) -> tuple[Message, ...]:
         if request.previous is None:
@@ -199,7 +149,7 @@ class Session:
                 "previous_response_id names no stored response of this session", code="previous_response_not_found"
             )
         lead = [m for m in request.messages if m.get("instructions")]
-        before = [m for m in self.recorder.history(turn) if not m.get("instructions")]
+        before = [m for m in self.recorder.history(turn, named=True) if not m.get("instructions")]
         return (*lead, *before, *(m for m in request.messages if not m.get("instructions")))
 
     def _launch(
@@ -216,7 +166,8 @@ class Session:
         return flight
 
     def _landed(self, key: bytes, flight: Flight) -> None:
-        self._flights.pop(key, None)
+        if self._flights.get(key) is flight:
+            del self._flights[key]
         flight.progress.set()
         if flight.task is not None and not flight.task.cancelled():
             flight.task.exception()  # seen, even when every client has gone
@@ -224,6 +175,8 @@ class Session:
     async def _wait(self, flight: Flight, on_progress: OnProgress | None) -> Completion:
         assert flight.task is not None
         flight.waiters += 1
+        if flight.grace is not None:
+            flight.grace.cancel()
         try:
             while on_progress is not None and not flight.task.done():
                 if flight.prompt_tokens is not None:
@@ -239,10 +192,15 @@ class Session:
         finally:
             flight.waiters -= 1
             if flight.waiters == 0 and not flight.task.done():
-                asyncio.get_running_loop().call_later(self.config.grace_s, self._abandon, flight)
+                loop = asyncio.get_running_loop()
+                flight.grace = loop.call_later(self.config.grace_s, self._abandon, flight)
 
     def _abandon(self, flight: Flight) -> None:
         if flight.waiters == 0 and flight.task is not None:
+            for key in [key for key, other in self._flights.items() if other is flight]:
+                del self._flights[key]  # whoever asks again now gets a flight of its own
+            self._leaving.add(flight.task)
+            flight.task.add_done_callback(self._leaving.discard)
             flight.task.cancel()
 
     async def _run(
@@ -283,9 +241,10 @@ class Session:
             parsed = await self._offload(len(ids) * 4, rendering.parse, ids, tools, tail)
             count, stop = rendering.cut(ids, request.stop, parsed, tools, tail)
         except Exception as error:  # engine or parser: whatever the client makes of it, it is not the policy's fault
-            self._failed[key] = f"{type(error).__name__}: {error}"
+            self._failed[key] = (plan.place.line, f"{type(error).__name__}: {error}")
             raise
-        self._failed.pop(key, None)
+        # The agent got over what failed before in this conversation: it was answered.
+        self._failed = {k: (line, why) for k, (line, why) in self._failed.items() if line != plan.place.line}
         if self._ended:
             self._refuse_if_ended()
         if not request.may_call:
@@ -308,6 +267,7 @@ class Session:
             model=model,
             match=match,
             place=place,
+            policy=name == "policy",
             trained=name == "policy" and switches.get(place.line, True),
             messages=tuple(suffix),
             added=added,
@@ -329,7 +289,7 @@ class Session:
                 added = array("i", tokens)
                 return match.parent, match.suffix, records.path_ids(match.parent) + added, added
         messages = self.recorder.renderable(match.messages)
-        whole = await self._offload(_size(messages), model.rendering.full, messages, tools)
+        whole = await self._offload(_size(messages, tools), model.rendering.full, messages, tools)
         prompt = array("i", whole)
         at, suffix = self.recorder.attach(match, prompt)
         return at, suffix, prompt, prompt if at is None else prompt[len(records.path_ids(at)) :]
@@ -340,6 +300,8 @@ class Session:
         if prompt_tokens >= limit:
             self.refused["context_length_exceeded"] = self.refused.get("context_length_exceeded", 0) + 1
             raise ContextOverflow(prompt_tokens, limit)
+        if left <= 0 and self._sampled < self.limits.tokens:
+            self._refuse("calls in flight hold the rest of the tokens", status=429, code="rate_limit_exceeded")
         if left <= 0:
             self._refuse(f"this episode's {self.limits.tokens} sampled tokens are used up", code="token_limit")
         return max(1, min(request.max_tokens or self._max_tokens, self._max_tokens, limit - prompt_tokens, left))
@@ -376,7 +338,9 @@ class Session:
             prompt_tokens=len(plan.prompt),
             token=flight.token,
             stop=stop,
+            policy=plan.policy,
             trained=plan.trained,
+            guessed=request.hints.edge is plan.place.edge and not request.hints.sure,
             asked=plan.asked,
             wire=request.hints.wire,
             **packed(generated),
@@ -426,14 +390,34 @@ class Session:
     async def close(self) -> Tree:
         """End the session: wait `drain_s` for what is in flight, abort the rest, return everything recorded."""
         self._closing = True  # no new requests, while those in flight may land
-        tasks = [flight.task for flight in self._flights.values() if flight.task is not None]
-        if tasks and self.config.drain_s and not self._ended:
-            await asyncio.wait(tasks, timeout=self.config.drain_s)
+        tasks = [*(flight.task for flight in self._flights.values() if flight.task is not None), *self._leaving]
+        if self.config.drain_s and not self._ended:
+            await self._drain(tasks)
         self._ended = True
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         return self.tree()
+
+    async def _drain(self, tasks: Sequence["asyncio.Task[Completion]"]) -> None:
+        """Wait for generations, then for their answers to be sent: what was sent is delivered."""
+        until = time.monotonic() + self.config.drain_s
+        if tasks:
+            await asyncio.wait(tasks, timeout=self.config.drain_s)
+        while self._replies and time.monotonic() < until:
+            self._quiet.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._quiet.wait(), max(0.0, until - time.monotonic()))
+
+    @contextlib.contextmanager
+    def replying(self) -> Iterator[None]:
+        """Around the sending of an answer, so that a drain can wait for it."""
+        self._replies += 1
+        try:
+            yield
+        finally:
+            self._replies -= 1
+            self._quiet.set()
 
     def tree(self) -> Tree:
         """The recorded turns so far."""
@@ -458,8 +442,10 @@ _EMPTY = ParsedMessage("", "", ())
 _NOTHING = Generated(output_ids=(), logprobs=(), versions=(), finish=Finish.ABORT)
 
 
-def _size(messages: Sequence[Message]) -> int:
-    return sum(len(str(message.get("content"))) for message in messages)
+def _size(messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> int:
+    """Roughly the letters that will be rendered."""
+    texts = sum(len(str(m.get("content"))) + 200 * len(m.get("tool_calls") or ()) for m in messages)
+    return texts + 300 * len(tools)
 
 
 def _check(generated: Generated) -> None:

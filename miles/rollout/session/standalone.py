@@ -14,7 +14,7 @@ import logging
 import math
 import secrets
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,8 @@ class Service:
     server: SessionServer
     output: Path
     admin_key: str
+    open: dict[str, Session] = field(default_factory=dict)
+    """Sessions that are not written yet, also those that answer nothing more."""
 
     @property
     def url(self) -> str:
@@ -105,7 +107,11 @@ class Service:
         except ValidationError as error:
             raise SessionError(f"limits: {error.errors()[0]['loc']}: {error.errors()[0]['msg']}") from error
         limits = Limits(turns=asked.turns, tokens=asked.tokens, wall_s=asked.wall_s, context=asked.context)
-        session = self.server.open(limits, canonicalisers=asked.canonicalisers)
+        try:
+            session = self.server.open(limits, canonicalisers=asked.canonicalisers, ttl_s=asked.wall_s)
+        except ConfigError as error:
+            raise SessionError(str(error)) from error
+        self.open[session.id] = session
         base = self.server.base_url(session)
         return _json(
             {
@@ -123,15 +129,19 @@ class Service:
     async def _close(self, request: Request) -> Response:
         session, told = self._find(request), await _body(request)
         reward, meta = told.get("reward"), told.get("meta") or {}
-        number = isinstance(reward, int | float) and not isinstance(reward, bool) and math.isfinite(reward)
-        if reward is not None and not number:
+        if reward is not None and not _is_number(reward):
             raise SessionError("reward must be a finite number")
+        try:
+            json.dumps(meta, allow_nan=False)
+        except ValueError as error:
+            raise SessionError(f"meta cannot be kept as JSON: {error}") from error
         if not isinstance(meta, dict):
             raise SessionError("meta must be an object")
         line = await self._keep(session, reward, meta)
         return Response(line, media_type="application/json")
 
     async def _keep(self, session: Session, reward: float | None, meta: dict[str, Any]) -> str:
+        self.open.pop(session.id, None)
         await self.server.end(session)
         line = Trajectory(id=session.id, tree=session.tree(), reward=reward, meta=meta).to_line()
         with self.output.open("a") as lines:
@@ -140,13 +150,13 @@ class Service:
 
     async def close(self) -> None:
         """Keep what nobody closed."""
-        for session in self.server.sessions():
+        for session in list(self.open.values()):
             if session.turns:
                 await self._keep(session, None, {"outcome": "unclosed"})
 
     def _find(self, request: Request) -> Session:
         self._check(request)
-        session = self.server.session(request.path_params["session"])
+        session = self.open.get(request.path_params["session"])
         if session is None:
             raise SessionError("no open session with this id", status=404, code="not_found")
         return session
@@ -192,11 +202,18 @@ async def _body(request: Request) -> dict[str, Any]:
     raw = await request.body()
     try:
         data = json.loads(raw) if raw else {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SessionError(f"the body is not valid JSON: {error}") from error
     if not isinstance(data, dict):
         raise SessionError("the body must be a JSON object")
     return data
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def _json(data: dict[str, Any], status: int = 200) -> Response:

@@ -78,7 +78,7 @@ async def test_sessions_of_the_past_are_forgotten_but_still_refused(client_of):
         client.session.expires = 0.0
         client.server._next_sweep = 0.0
         client.server.open()
-        assert client.server.session(client.session.id) is None
+        assert client.session.id not in client.server._sessions
         assert (await client.post("chat/completions", {"messages": [user("q")]})).json()["error"][
             "code"
         ] == "session_ended"

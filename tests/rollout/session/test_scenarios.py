@@ -531,3 +531,97 @@ async def test_24_keys_open_their_own_session_only(client_of, path, body, kind):
         ended = await client.post(path, body)
         assert (ended.status_code, ended.json()["error"]["type"]) == (400, "invalid_request_error")
         assert client.engine.requests == []
+
+
+async def test_marks_in_what_tools_print_are_no_instructions(client_of):
+    """mini-swe-agent sends output as the user; a source file may quote another agent's prompt."""
+    quoted = user("<output>\nif (s.includes('<state_snapshot>')) ask('CRITICAL: Respond with TEXT ONLY')\n</output>")
+    async with client_of([THINK + "look", THINK + "fix", THINK + "done"]) as client:
+        said = [user("task")]
+        for reply in (quoted, user("ok")):
+            said += [await client.chat(said), reply]
+        await client.chat(said)
+        linear(client, 3)
+        assert client.session.transcript().final_text == "done"
+
+
+async def test_a_turn_taken_for_a_summary_that_is_simply_gone_on_from_was_none(client_of):
+    async with client_of([THINK + "look", THINK + "fix", THINK + "done"]) as client:
+        said = [user("task")]
+        for reply in (user("You are about to run out of context, says the log."), user("go on")):
+            said += [await client.chat(said), reply]
+        await client.chat(said)
+        linear(client, 3)
+        assert client.session.report()["guess_taken_back"] == 1
+        assert client.session.transcript().final_text == "done"
+
+
+@pytest.mark.parametrize(
+    ("wrote", "said"), [("10.0", 10), ("1e3", 1000), ("0.5", 0.5), ("9007199254740993", 9007199254740992)]
+)
+async def test_javascript_respells_numbers(client_of, wrote, said):
+    text = f'<tool_call>\n{{"name": "shell", "arguments": {{"timeout": {wrote}}}}}\n</tool_call>'
+    async with client_of([THINK + text, THINK + "done"]) as client:
+        one = await client.messages([user("task")], tools=[SHELL_ANTHROPIC])
+        one["content"][-1]["input"] = {"timeout": said}
+        result = {"type": "tool_result", "tool_use_id": one["content"][-1]["id"], "content": "a"}
+        said = [user("task"), {"role": "assistant", "content": one["content"]}, {"role": "user", "content": [result]}]
+        await client.messages(said, tools=[SHELL_ANTHROPIC])
+        linear(client, 2)
+
+
+async def test_true_and_one_are_not_the_same_argument(client_of):
+    def history(value):
+        made = {"id": "c", "type": "function", "function": {"name": "shell", "arguments": {"x": value}}}
+        return [user("q"), {"role": "assistant", "content": "", "tool_calls": [made]}, user("r")]
+
+    async with client_of([THINK + "a", THINK + "b"]) as client:
+        await client.chat(history(1), tools=[SHELL])
+        await client.chat(history(True), tools=[SHELL])
+        first, second = (list(request.prompt_ids) for request in client.engine.requests)
+        assert first != second
+        assert client.shape()[1][1] == "branch"
+
+
+async def test_a_previous_response_is_the_one_that_was_named(client_of):
+    async with client_of([THINK + "hello", "<think>\nother\n</think>\n\nhello", THINK + "on"]) as client:
+        one = await client.responses("a")
+        await client.responses("a")
+        await client.responses("b", previous_response_id=one["id"])
+        assert client.shape() == [(None, "root"), (None, "retry"), (0, "extend")]
+        client.exact()
+
+
+async def test_item_ids_that_a_client_made_up_split_no_turn(client_of):
+    async with client_of([THINK + "hello" + call("ls"), THINK + "done"]) as client:
+        one = await client.responses("a", tools=[SHELL_RESPONSES])
+        made_up = [{**item, "id": f"client_{place}"} for place, item in enumerate(one["output"])]
+        done = {"type": "function_call_output", "call_id": one["output"][-1]["call_id"], "output": "x"}
+        await client.responses([user("a"), *made_up, done], tools=[SHELL_RESPONSES])
+        linear(client, 2)
+
+
+async def test_sub_agents_with_one_prompt_are_two(client_of):
+    launch = call("count the files", "Agent") + call("count the files", "Agent")
+    async with client_of([THINK + launch, THINK + "3", THINK + "4", THINK + "7"], latency_s=0.02) as client:
+        await client.chat([user("count")], tools=[function("Agent")])
+        asked = [user("count the files")]
+        answers = await asyncio.gather(
+            *(client.chat(asked, tools=[SHELL], headers={"x-claude-code-agent-id": f"ag{n}"}) for n in (1, 2))
+        )
+        assert {answer["content"] for answer in answers} == {"3", "4"}
+        more = [*asked, answers[1], user("sure?")]
+        await client.chat(more, tools=[SHELL], headers={"x-claude-code-agent-id": "ag2"})
+        tree = client.exact()
+        assert [turn.edge.value for turn in tree.turns] == ["root", "subagent", "subagent", "extend"]
+        assert all(turn.trainable for turn in tree.turns)
+
+
+async def test_a_drained_stream_is_delivered(client_of):
+    async with client_of([THINK + "child"], latency_s=0.1, drain_s=2) as client:
+        body = {"max_tokens": 99, "messages": [user("part")], "stream": True}
+        child = asyncio.create_task(client.post("messages", body))
+        await asyncio.sleep(0.05)
+        tree = await client.session.close()
+        assert (await child).text.count("message_stop") == 2
+        assert tree.turns[0].trainable

@@ -274,6 +274,84 @@ async def test_a_taken_port_says_how_to_get_a_free_one(rendering, engine_of):
                 pass
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("responses", {"input": [{"type": "reasoning", "summary": 5}]}),
+        ("responses", {"input": [{"type": "function_call", "name": "f", "call_id": [1], "arguments": 7}]}),
+        ("chat/completions", {"messages": [{"role": "assistant", "tool_calls": [5]}, USER]}),
+        ("chat/completions", {"messages": [USER], "tools": [{"type": "function", "function": {"name": 5}}]}),
+        (
+            "messages",
+            {"max_tokens": 9, "messages": [{"role": "user", "content": [{"type": "tool_result", "content": 5}]}]},
+        ),
+        ("messages", {"max_tokens": 9, "messages": [USER], "system": {"a": 1}}),
+    ],
+)
+async def test_odd_bodies_are_the_clients_to_mend(serve, engine_of, path, body):
+    async with serve(engine_of(["answer 42"])) as server, httpx.AsyncClient() as http:
+        session = server.open()
+        reply = await http.post(f"{server.base_url(session)}/{path}", json=body, headers={"x-api-key": session.key})
+        assert reply.status_code in (200, 400), reply.text
+
+
+def nested(depth):
+    value = "x"
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+@pytest.mark.parametrize("depth", [100, 900])
+async def test_deep_nesting_is_no_server_error(serve, engine_of, depth):
+    tool = {"type": "function", "function": {"name": "f", "parameters": nested(depth)}}
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": json.dumps({"a": nested(depth)})}}
+    async with serve(engine_of(["answer 42"] * 9)) as server, httpx.AsyncClient() as http:
+        session = server.open()
+        headers = {"x-api-key": session.key, "x-codex-turn-metadata": "[" * 5000}
+        for more in ({"tools": [tool]}, {"messages": [USER, {"role": "assistant", "tool_calls": [call]}, USER]}):
+            body = {"messages": [USER], **more}
+            reply = await http.post(f"{server.base_url(session)}/chat/completions", json=body, headers=headers)
+            assert reply.status_code in (200, 400), reply.text
+
+
+async def test_keys_come_in_either_header_whatever_else_is_in_the_other(serve, engine_of):
+    async with serve(engine_of(["answer 42"] * 3)) as server, httpx.AsyncClient() as http:
+        session = server.open()
+        for headers in (
+            {"Authorization": "Basic abc", "x-api-key": session.key},
+            {"Authorization": f"bearer {session.key}"},
+            {"Authorization": f"Bearer  {session.key}"},
+        ):
+            assert (await http.get(f"{server.url}/v1/models", headers=headers)).status_code == 200
+
+
+async def test_a_defect_in_mid_stream_is_told_to_the_client(serve, engine_of, rendering):
+    engine = engine_of([])
+
+    async def generate(request, on_tokens=None):
+        on_tokens(tuple(rendering.encode("hello")))
+        await asyncio.sleep(0.05)
+        raise KeyError("meta_info")
+
+    engine.generate = generate
+    async with serve(engine) as server, client_of(server, session := server.open()) as client:
+        stream = await client.chat.completions.create(model="m", messages=[USER], stream=True)
+        with pytest.raises(openai.APIError, match="internal error"):
+            [chunk async for chunk in stream]
+        assert "KeyError" in session.engine_failure
+
+
+async def test_only_what_may_work_again_is_called_so(serve, engine_of):
+    engine = engine_of([EngineError("garbled"), "answer 42"])
+    async with serve(engine) as server:
+        session = server.open()
+        async with openai.AsyncOpenAI(base_url=server.base_url(session), api_key=session.key, max_retries=3) as client:
+            with pytest.raises(openai.InternalServerError):
+                await client.chat.completions.create(model="m", messages=[USER])
+        assert len(engine.requests) == 1
+
+
 async def test_connections_outlive_an_agents_slow_tools(serve, engine_of):
     async with serve(engine_of(["answer 42"]), ttl_s=600) as server:
         assert server._server.config.timeout_keep_alive > 600

@@ -279,3 +279,47 @@ async def test_the_transcript_is_the_line_of_the_newest_turn(session_of):
     transcript = session.transcript()
     assert (transcript.final_text, transcript.turns) == ("answer 42", 2)
     assert [m["role"] for m in transcript.messages] == ["user", "assistant", "tool", "assistant"]
+
+
+async def test_the_grace_time_is_counted_from_the_last_client(session_of):
+    session, engine = session_of(["answer 1"], latency_s=0.5, grace_s=0.2)
+    first = asyncio.create_task(session.complete(ask(USER)))
+    await asyncio.sleep(0.02)
+    first.cancel()
+    await asyncio.sleep(0.15)
+    second = asyncio.create_task(session.complete(ask(USER)))
+    await asyncio.sleep(0.1)
+    second.cancel()
+    await asyncio.sleep(0.1)  # the first client's grace time is over long since
+    assert (await session.complete(ask(USER))).message["content"] == "answer 1"
+    assert len(engine.requests) == 1
+
+
+async def test_who_asks_while_a_flight_is_given_up_gets_another(session_of):
+    session, engine = session_of(["answer 1", "answer 2"], latency_s=0.1, grace_s=0)
+    first = asyncio.create_task(session.complete(ask(USER)))
+    await asyncio.sleep(0.02)
+    first.cancel()
+    await asyncio.sleep(0)
+    assert (await told(session, USER)).message["content"] in ("answer 1", "answer 2")
+    assert not session.waiting_for_engine
+
+
+async def test_tokens_that_calls_in_flight_hold_may_come_back(session_of):
+    session, _ = session_of(["answer 1"] * 3, latency_s=0.1, limits=Limits(tokens=64))
+    first = asyncio.create_task(told(session, user("a")))
+    await asyncio.sleep(0.02)
+    with pytest.raises(SessionError) as busy:
+        await told(session, user("b"))
+    assert busy.value.status == 429
+    await first
+    await told(session, user("b"))
+
+
+async def test_an_agent_that_got_over_a_failure_has_not_failed(session_of):
+    session, _ = session_of([EngineError("boom"), "answer 1"])
+    with pytest.raises(EngineError):
+        await told(session, USER)
+    assert session.engine_failure == "EngineError: boom"
+    await told(session, USER, user("shorter"))
+    assert session.engine_failure is None

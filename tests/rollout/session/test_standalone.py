@@ -1,5 +1,6 @@
 """The recorder by itself: people who have an SGLang server and want exact trajectories, nothing else."""
 
+import asyncio
 import json
 
 import anthropic
@@ -67,6 +68,31 @@ async def test_sessions_that_nobody_closes_are_kept_at_the_end(service, model, t
     await service.close()
     with open_trajectories(service.output) as read:
         assert [trajectory.meta for trajectory in read] == [{"outcome": "unclosed"}]
+
+
+async def test_sessions_past_their_time_answer_nothing_and_are_still_written(service):
+    opened = (await admin(service, "POST", "/sessions", {"wall_s": 0.3})).json()
+    async with openai.AsyncOpenAI(base_url=opened["base_url"], api_key=opened["api_key"], max_retries=0) as sdk:
+        await sdk.chat.completions.create(model="m", messages=[{"role": "user", "content": "q"}])
+        await asyncio.sleep(0.4)
+        with pytest.raises(openai.BadRequestError, match="has ended"):
+            await sdk.chat.completions.create(model="m", messages=[{"role": "user", "content": "r"}])
+    service.server._next_sweep = 0.0
+    await admin(service, "POST", "/sessions")
+    assert (await admin(service, "DELETE", f"/sessions/{opened['id']}", {"reward": 0.0})).status_code == 200
+    with open_trajectories(service.output) as read:
+        assert [len(trajectory.tree.turns) for trajectory in read] == [1]
+
+
+async def test_mistakes_in_opening_and_closing_are_told(service):
+    wrong = await admin(service, "POST", "/sessions", {"canonicalisers": ["nope"]})
+    assert (wrong.status_code, "strip_billing" in wrong.text) == (400, True)
+    opened = (await admin(service, "POST", "/sessions")).json()
+    async with httpx.AsyncClient(base_url=service.url, headers={"Authorization": "Bearer boss"}) as http:
+        for body in (b'{"meta": {"x": NaN}}', b'{"reward": 1' + b"0" * 400 + b"}", b"[" * 100000, b'{"meta": 5}'):
+            reply = await http.request("DELETE", f"/sessions/{opened['id']}", content=body)
+            assert reply.status_code == 400, reply.text
+    assert not service.output.exists()
 
 
 async def test_without_an_engine_it_says_so(model, tmp_path, monkeypatch):

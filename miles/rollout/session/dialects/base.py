@@ -15,13 +15,10 @@ __all__ = [
     "check_messages",
     "event",
     "positive",
-    "settled",
     "status_of",
     "stops_of",
     "truncated",
 ]
-
-_HELD_BACK = 32
 
 
 class Stream(Protocol):
@@ -76,6 +73,8 @@ def status_of(error: MilesError) -> tuple[int, str, dict[str, str]]:
         status, code = (503, "engine_lost") if error.retryable else (502, "engine_error")
     if status in (429, 503):
         headers["Retry-After"] = "1"
+    elif status >= 500:
+        headers["x-should-retry"] = "false"  # both official SDKs obey it
     return status, code, headers
 
 
@@ -83,23 +82,6 @@ def event(data: Mapping[str, Any], name: str = "") -> bytes:
     """One server-sent event."""
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {json.dumps(data, separators=(',', ':'))}\n\n".encode()
-
-
-def settled(text: str, stops: tuple[str, ...] = ()) -> str:
-    """The part of a growing text that no later token can change: no half marks, letters or stop strings."""
-    for stop in stops:
-        text = text.partition(stop)[0]
-    text = text.rstrip("\ufffd")
-    longest = max((len(stop) for stop in stops), default=1) - 1
-    if longest:
-        for size in range(min(longest, len(text)), 0, -1):
-            if any(stop.startswith(text[-size:]) for stop in stops):
-                text = text[:-size]
-                break
-    mark = text.rfind("<")
-    if mark >= max(0, len(text) - _HELD_BACK):
-        text = text[:mark]
-    return text.rstrip()
 
 
 def stops_of(value: Any, name: str) -> tuple[str, ...]:

@@ -6,13 +6,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from miles.errors import MilesError, SessionError
-from miles.rollout.rendering.text import text_of
+from miles.rollout.rendering.text import settled, text_of
 from miles.rollout.session.dialects.base import (
     Wishes,
     check_messages,
     event,
     positive,
-    settled,
     status_of,
     stops_of,
     truncated,
@@ -57,7 +56,7 @@ class ChatDialect:
         return ChatRequest(
             messages=tuple(messages),
             tools=tools,
-            max_tokens=positive(body.get("max_completion_tokens", body.get("max_tokens")), "max_tokens"),
+            max_tokens=positive(body.get("max_completion_tokens") or body.get("max_tokens"), "max_tokens"),
             stop=stops_of(body.get("stop"), "stop"),
             may_call=choice != "none",
             model=str(body.get("model") or "policy"),

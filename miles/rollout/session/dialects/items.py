@@ -1,6 +1,7 @@
 """Responses items and tools as messages and tools of ours."""
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -107,7 +108,9 @@ def _piece(item: dict[str, Any], where: str) -> Message | None:
         message: Message = {"role": role, "content": text_of(item.get("content"))}
         return _named(message, item) if role == "assistant" else message
     if kind == "reasoning":
-        thought = "".join(_summary(part) for part in item.get("summary") or [] if isinstance(part, dict))
+        summary = item.get("summary")
+        parts = summary if isinstance(summary, list) else []
+        thought = "".join(str(part.get("text") or "") for part in parts if isinstance(part, dict))
         message = {"role": "assistant", "content": "", **({"reasoning_content": thought} if thought else {})}
         return _named(message, item)
     if kind in ("function_call", "custom_tool_call"):
@@ -130,10 +133,13 @@ def _piece(item: dict[str, Any], where: str) -> Message | None:
 
 def _named(message: Message, item: dict[str, Any]) -> Message:
     """With the turn's name, from what of ours the client sent back."""
-    token = item.get("encrypted_content")
-    if not isinstance(token, str) or not token:
-        token = _token(item)
-    return {**message, "turn_token": token} if token else message
+    for token in (item.get("encrypted_content"), _token(item)):
+        if isinstance(token, str) and _OURS.fullmatch(token):
+            return {**message, "turn_token": token}
+    return message
+
+
+_OURS = re.compile(r"[0-9a-f]{24}")  # clients make up ids of their own; they name nothing
 
 
 def _token(item: dict[str, Any]) -> str:
@@ -143,10 +149,6 @@ def _token(item: dict[str, Any]) -> str:
             return name[len(prefix) :]
     parts = name.split("_", 2)
     return parts[2] if len(parts) == 3 and parts[0] == "fc" else ""
-
-
-def _summary(part: dict[str, Any]) -> str:
-    return str(part.get("text") or "")
 
 
 def _goes_on(last: Message, piece: Message) -> bool:

@@ -5,12 +5,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from miles.errors import MilesError, SessionError
+from miles.rollout.rendering.text import settled
 from miles.rollout.session.dialects.base import (
     Wishes,
     check_messages,
     event,
     positive,
-    settled,
     status_of,
     stops_of,
     truncated,
@@ -224,15 +224,23 @@ def _messages(message: Any, where: str) -> list[Message]:
     for block in content:
         if block.get("type") == "tool_result":
             if texts:
-                made.append({"role": message["role"], "content": _texts(texts, where)})
+                made.append({"role": message["role"], "content": _parts(texts, where)})
                 texts = []
             text = _texts(block.get("content") or "", where)
             made.append({"role": "tool", "tool_call_id": str(block.get("tool_use_id") or ""), "content": text})
         else:
             texts.append(block)
     if texts or not made:
-        made.append({"role": message["role"], "content": _texts(texts, where)})
+        made.append({"role": message["role"], "content": _parts(texts, where)})
     return made
+
+
+def _parts(blocks: list[dict[str, Any]], where: str) -> Any:
+    """One text, or several as the paragraphs of their own that they are."""
+    if len(blocks) < 2:
+        return _texts(blocks, where)
+    texts = [_text(block, where) for block in blocks]
+    return [{"type": "text", "text": text} for text in (*(text + "\n" for text in texts[:-1]), texts[-1])]
 
 
 def _assistant(blocks: list[dict[str, Any]], where: str) -> Message:

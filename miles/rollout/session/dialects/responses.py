@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from miles.errors import MilesError
-from miles.rollout.session.dialects.base import Wishes, event, positive, settled, status_of, truncated
+from miles.rollout.rendering.text import settled
+from miles.rollout.session.dialects.base import Wishes, event, positive, status_of, truncated
 from miles.rollout.session.dialects.chat import ChatDialect
 from miles.rollout.session.dialects.items import Kinds, messages_of, tools_of
 from miles.rollout.session.edges import read_hints
