@@ -556,9 +556,10 @@ async def test_a_turn_taken_for_a_summary_that_is_simply_gone_on_from_was_none(c
         assert client.session.transcript().final_text == "done"
 
 
-@pytest.mark.parametrize(
-    ("wrote", "said"), [("10.0", 10), ("1e3", 1000), ("0.5", 0.5), ("9007199254740993", 9007199254740992)]
-)
+NUMBERS = [("10.0", 10), ("1e3", 1000), ("0.5", 0.5), ("9007199254740993", 9007199254740992)]
+
+
+@pytest.mark.parametrize(("wrote", "said"), NUMBERS)
 async def test_javascript_respells_numbers(client_of, wrote, said):
     text = f'<tool_call>\n{{"name": "shell", "arguments": {{"timeout": {wrote}}}}}\n</tool_call>'
     async with client_of([THINK + text, THINK + "done"]) as client:

@@ -283,7 +283,7 @@ async def test_a_taken_port_says_how_to_get_a_free_one(rendering, engine_of):
         ("chat/completions", {"messages": [USER], "tools": [{"type": "function", "function": {"name": 5}}]}),
         (
             "messages",
-            {"max_tokens": 9, "messages": [{"role": "user", "content": [{"type": "tool_result", "content": 5}]}]},
+            {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": 5}]}]},
         ),
         ("messages", {"max_tokens": 9, "messages": [USER], "system": {"a": 1}}),
     ],

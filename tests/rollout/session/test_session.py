@@ -296,7 +296,7 @@ async def test_the_grace_time_is_counted_from_the_last_client(session_of):
 
 
 async def test_who_asks_while_a_flight_is_given_up_gets_another(session_of):
-    session, engine = session_of(["answer 1", "answer 2"], latency_s=0.1, grace_s=0)
+    session, _ = session_of(["answer 1", "answer 2"], latency_s=0.1, grace_s=0)
     first = asyncio.create_task(session.complete(ask(USER)))
     await asyncio.sleep(0.02)
     first.cancel()
