@@ -198,7 +198,8 @@ class Recorder:
                 self.counters["reasoning_dropped"] += 1
         for message in match.suffix:
             if message.get("role") == "assistant":
-                self.counters[f"replay_edited/{self._cause(message)}"] += 1
+                cause = self._cause(message)
+                self.counters[f"replay_edited/{cause}" if cause != "history" else "replayed_elsewhere"] += 1
 
     def _cause(self, message: Message) -> str:
         calls = calls_of(message)
@@ -239,6 +240,9 @@ class Recorder:
         added = sum(len(record.prompt) for record in records)
         edges = Counter(record.edge.value for record in records)
         parents = {record.parent for record in records}
+        for record in records:
+            if record.edge is Edge.COMPACTED and record.origin is not None:  # goes on from what was summarised
+                parents |= {records[record.origin].parent, records[record.origin].origin}
         ends = [r for r in records if r.line == "main" and r.id not in parents and not r.superseded]
         return {
             "turns": len(records),

@@ -218,7 +218,11 @@ class SessionServer:
 
     async def _answer(self, dialect: Dialect, request: Request) -> Response:
         session, body = self._find(request), await self._json(request)
-        asked = _read(dialect, body, request, Wishes(refuse=self.config.wishes == "refuse"))
+        try:
+            asked = _read(dialect, body, request, Wishes(refuse=self.config.wishes == "refuse"))
+        except SessionError as error:
+            session.count_refusal(error.code)
+            raise
         told = self.config.report_truncation
         with contextlib.ExitStack() as replying:
             replying.enter_context(session.replying())
@@ -236,7 +240,9 @@ class SessionServer:
                 await task
             until_sent = replying.pop_all()
         return StreamingResponse(
-            self._events(until_sent, dialect.stream(asked, body, told_of_cut=told), task, progress, asked),
+            self._events(
+                until_sent, dialect.stream(asked, body, request.headers, told_of_cut=told), task, progress, asked
+            ),
             media_type="text/event-stream",
             headers={"Cache-Control": "no-cache"},
         )

@@ -23,7 +23,7 @@ from miles.rollout.session.config import SessionConfig
 from miles.rollout.session.recorder import Match, Place, Recorder
 from miles.rollout.session.records import Ids, Record, first_tokens, packed
 from miles.rollout.session.values import ChatRequest, Completion, Flight, Model
-from miles.types import Finish, Generated, GenerateRequest, Limits, Message, ToolSpec, Transcript, Tree
+from miles.types import Edge, Finish, Generated, GenerateRequest, Limits, Message, ToolSpec, Transcript, Tree
 
 __all__ = ["ChatRequest", "Completion", "Flight", "Model", "Session"]
 
@@ -219,7 +219,9 @@ class Session:
         try:
             return await self._generate(request, plan, flight, streaming)
         except asyncio.CancelledError:
-            if not self._ended:
+            if self._ended:
+                self.recorder.counters["aborted_at_end"] += 1
+            else:
                 self._commit(plan, _NOTHING, _EMPTY, request, flight)
             raise
         finally:
@@ -260,7 +262,8 @@ class Session:
         """Where the turn will hang and what it is sampled after; nothing of the tree changes."""
         model = self._models[name]
         parent, suffix, prompt, added = await self._prompt(request, model, match)
-        self.recorder.count_edits(match)
+        if request.hints.edge is not Edge.COMPACTION_REQUEST:
+            self.recorder.count_edits(match)
         place = self.recorder.place(match, parent, request.hints)
         switches = {"side": self.config.train_side, "compaction": self.config.train_compaction}
         return _Plan(
@@ -298,7 +301,7 @@ class Session:
         limit = min(engine.context_length, self.limits.context or engine.context_length)
         left = self.limits.tokens - self._sampled - self._reserved
         if prompt_tokens >= limit:
-            self.refused["context_length_exceeded"] = self.refused.get("context_length_exceeded", 0) + 1
+            self.count_refusal("context_length_exceeded")
             raise ContextOverflow(prompt_tokens, limit)
         if left <= 0 and self._sampled < self.limits.tokens:
             self._refuse("calls in flight hold the rest of the tokens", status=429, code="rate_limit_exceeded")
@@ -379,8 +382,12 @@ class Session:
         """Long texts are tokenised off the event loop, short ones at once (a thread costs more)."""
         return await asyncio.to_thread(function, *args) if size > _THREAD_ABOVE_CHARS else function(*args)
 
-    def _refuse(self, message: str, *, status: int = 400, code: str) -> None:
+    def count_refusal(self, code: str) -> None:
+        """Note that a request was refused, for the report."""
         self.refused[code] = self.refused.get(code, 0) + 1
+
+    def _refuse(self, message: str, *, status: int = 400, code: str) -> None:
+        self.count_refusal(code)
         raise SessionError(message, status=status, code=code)
 
     def _refuse_if_ended(self) -> None:

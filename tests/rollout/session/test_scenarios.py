@@ -6,8 +6,9 @@ import json
 import httpx
 import pytest
 
-from miles.errors import EngineError
+from miles.errors import EngineError, EngineLost
 from miles.types import Finish, Generated
+from tests.rollout.session.conftest import events
 
 THINK = "<think>\nlet me see\n</think>\n\n"
 
@@ -626,3 +627,93 @@ async def test_a_drained_stream_is_delivered(client_of):
         tree = await client.session.close()
         assert (await child).text.count("message_stop") == 2
         assert tree.turns[0].trainable
+
+
+CLAUDE_DEFAULTS = {
+    "model": "policy",
+    "max_tokens": 32000,
+    "thinking": {"type": "adaptive", "display": "omitted"},
+    "context_management": {"edits": []},
+    "output_config": {"effort": "high"},
+    "metadata": {"user_id": "{}"},
+}
+
+
+async def test_claude_asks_for_an_effort_and_is_answered(client_of):
+    async with client_of([THINK + "ok"]) as client:
+        await client.messages([user("q")], **CLAUDE_DEFAULTS)
+        assert client.tree().turns[0].asked["output_config"] == {"effort": "high"}
+        shaped = {**CLAUDE_DEFAULTS, "messages": [user("q")], "output_config": {"format": {"type": "json_schema"}}}
+        refused = await client.post("messages", shaped)
+        assert "output_config.format" in refused.json()["error"]["message"]
+        assert client.session.report()["refused/unsupported_parameter"] == 1
+
+
+async def test_claude_puts_reminders_before_a_sub_agents_prompt(client_of):
+    reminders = [{"type": "text", "text": f"<system-reminder>{n}</system-reminder>"} for n in "ab"]
+    launch = call("count the files", "Agent")
+    async with client_of([THINK + launch, THINK + "4"]) as client:
+        await client.messages([user("count")], tools=[{**SHELL_ANTHROPIC, "name": "Agent"}])
+        prompt = {"role": "user", "content": [*reminders, {"type": "text", "text": "count the files"}]}
+        await client.messages([prompt], tools=[SHELL_ANTHROPIC], headers={"x-claude-code-agent-id": "a1"})
+        assert client.shape() == [(None, "root"), (None, "subagent")]
+        assert client.tree().turns[1].origin == 0
+
+
+def lost_in_mid_stream(client, ids, *, times):
+    """The engine says some tokens and is gone, so often; then it answers."""
+    honest, left = client.engine.generate, [times]
+
+    async def generate(request, on_tokens=None):
+        if not left[0]:
+            return await honest(request, on_tokens)
+        left[0] -= 1
+        on_tokens(ids)
+        await asyncio.sleep(0.05)
+        raise EngineLost("gone")
+
+    client.engine.generate = generate
+
+
+async def test_codex_gets_no_done_item_of_a_response_that_fails(client_of, thinking):
+    async with client_of([THINK + "done"]) as client:
+        lost_in_mid_stream(client, tuple(thinking.encode(THINK + "half of it and more")), times=1)
+        failed = [name for name, _ in events((await client.post("responses", {"input": "q", "stream": True})).text)]
+        assert "response.reasoning_summary_text.delta" in failed
+        assert "response.output_item.done" not in failed
+        assert failed[-1] == "response.failed"
+        again = [name for name, _ in events((await client.post("responses", {"input": "q", "stream": True})).text)]
+        assert again[-1] == "response.completed"
+        assert client.shape() == [(None, "root")]
+
+
+async def test_text_without_thinking_streams_in_responses(client_of, thinking):
+    async with client_of([]) as client:
+        lost_in_mid_stream(client, tuple(thinking.encode("half of it and more")), times=1)
+        failed = [name for name, _ in events((await client.post("responses", {"input": "q", "stream": True})).text)]
+        assert "response.output_text.delta" in failed
+        assert "response.output_item.done" not in failed
+
+
+@pytest.mark.parametrize(("lang", "told"), [("js", False), ("python", True)])
+async def test_chat_agents_try_again_when_a_stream_just_ends(client_of, thinking, lang, told):
+    async with client_of([THINK + "done"]) as client:
+        lost_in_mid_stream(client, tuple(thinking.encode(THINK + "half of it and more")), times=1)
+        body = {"messages": [user("q")], "stream": True}
+        text = (await client.post("chat/completions", body, x_stainless_lang=lang)).text
+        assert ('"error"' in text) == told
+        assert "[DONE]" not in text
+        assert all(not data.get("choices") or not data["choices"][0]["finish_reason"] for _, data in events(text))
+        assert (await client.chat([user("q")]))["content"] == "done"
+        assert client.shape() == [(None, "root")]
+
+
+async def test_a_compaction_leaves_nothing_abandoned(client_of):
+    async with client_of([THINK + "one", THINK + "All is well so far.", THINK + "two"]) as client:
+        said = [user("task")]
+        said.append(await client.chat(said, tools=[SHELL]))
+        await client.chat([*said, user("You are performing a CONTEXT CHECKPOINT COMPACTION.")])
+        await client.chat([user("task"), user("Summary: All is well so far.")], tools=[SHELL])
+        report = client.session.report()
+        assert report["abandoned"] == 0
+        assert not [name for name in report if name.startswith("replay")]

@@ -342,16 +342,6 @@ async def test_a_defect_in_mid_stream_is_told_to_the_client(serve, engine_of, re
         assert "KeyError" in session.engine_failure
 
 
-async def test_only_what_may_work_again_is_called_so(serve, engine_of):
-    engine = engine_of([EngineError("garbled"), "answer 42"])
-    async with serve(engine) as server:
-        session = server.open()
-        async with openai.AsyncOpenAI(base_url=server.base_url(session), api_key=session.key, max_retries=3) as client:
-            with pytest.raises(openai.InternalServerError):
-                await client.chat.completions.create(model="m", messages=[USER])
-        assert len(engine.requests) == 1
-
-
 async def test_connections_outlive_an_agents_slow_tools(serve, engine_of):
     async with serve(engine_of(["answer 42"]), ttl_s=600) as server:
         assert server._server.config.timeout_keep_alive > 600

@@ -37,7 +37,9 @@ class Dialect(Protocol):
 
     def parse(self, body: dict[str, Any], headers: Mapping[str, str], wishes: "Wishes") -> ChatRequest: ...
     def reply(self, done: Completion, request: ChatRequest, *, told_of_cut: bool) -> dict[str, Any]: ...
-    def stream(self, request: ChatRequest, body: dict[str, Any], *, told_of_cut: bool) -> Stream: ...
+    def stream(
+        self, request: ChatRequest, body: dict[str, Any], headers: Mapping[str, str], *, told_of_cut: bool
+    ) -> Stream: ...
     def error_reply(self, error: MilesError) -> tuple[int, dict[str, Any], dict[str, str]]: ...
 
 
@@ -73,7 +75,7 @@ def status_of(error: MilesError) -> tuple[int, str, dict[str, str]]:
         status, code = (503, "engine_lost") if error.retryable else (502, "engine_error")
     if status in (429, 503):
         headers["Retry-After"] = "1"
-    elif status >= 500:
+    elif status == 500:
         headers["x-should-retry"] = "false"  # both official SDKs obey it
     return status, code, headers
 

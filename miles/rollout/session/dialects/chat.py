@@ -77,10 +77,13 @@ class ChatDialect:
             "usage": _usage(done),
         }
 
-    def stream(self, request: ChatRequest, body: dict[str, Any], *, told_of_cut: bool) -> "ChatStream":
+    def stream(
+        self, request: ChatRequest, body: dict[str, Any], headers: Mapping[str, str], *, told_of_cut: bool
+    ) -> "ChatStream":
         options = body.get("stream_options")
         usage = isinstance(options, dict) and bool(options.get("include_usage"))
-        return ChatStream(request, include_usage=usage, told_of_cut=told_of_cut)
+        python = headers.get("x-stainless-lang") == "python"
+        return ChatStream(request, include_usage=usage, told_of_cut=told_of_cut, says_errors=python)
 
     def error_reply(self, error: MilesError) -> tuple[int, dict[str, Any], dict[str, str]]:
         """(status, body, headers) in OpenAI's envelope."""
@@ -94,7 +97,10 @@ class ChatStream:
 
     keepalive = b": keepalive\n\n"
 
-    def __init__(self, request: ChatRequest, *, include_usage: bool, told_of_cut: bool) -> None:
+    def __init__(
+        self, request: ChatRequest, *, include_usage: bool, told_of_cut: bool, says_errors: bool = True
+    ) -> None:
+        self._says_errors = says_errors
         self._head = {
             "id": f"chatcmpl-{secrets.token_hex(12)}",
             "object": "chat.completion.chunk",
@@ -124,7 +130,13 @@ class ChatStream:
         yield b"data: [DONE]\n\n"
 
     def error(self, error: MilesError) -> bytes:
-        """A failure after the headers went out."""
+        """A failure after the headers went out.
+
+        Agents (Qwen Code, pi) give up on an error event, but try again when a stream ends without a finish reason;
+        OpenAI's Python SDK takes such an end for a whole answer, and raises on the event.
+        """
+        if status_of(error)[0] == 503 and not self._says_errors:
+            return b": the engine is gone; send the request again\n\n"
         return event(ChatDialect().error_reply(error)[1])
 
     def _text(self, name: str, text: str) -> Iterator[bytes]:

@@ -21,7 +21,16 @@ from miles.types import Message, ToolSpec
 
 __all__ = ["MessagesDialect", "MessagesStream"]
 
-_RECORDED = ("temperature", "top_p", "top_k", "thinking", "metadata", "service_tier", "context_management")
+_RECORDED = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "thinking",
+    "metadata",
+    "service_tier",
+    "context_management",
+    "output_config",
+)
 _ERRORS = {
     401: "authentication_error",
     403: "permission_error",
@@ -50,8 +59,10 @@ class MessagesDialect:
         kind = choice.get("type") if isinstance(choice, dict) else choice
         if kind not in (None, "auto", "none"):
             wishes.forced("tool_choice", choice)
-        if body.get("output_config") or body.get("output_format"):
-            wishes.forced("output_format", body.get("output_config") or body.get("output_format"))
+        wanted = body.get("output_config")
+        shape = body.get("output_format") or (wanted.get("format") if isinstance(wanted, dict) else wanted)
+        if shape:
+            wishes.forced("output_config.format", shape)
         tools = _tools(body.get("tools"), wishes)
         return ChatRequest(
             messages=tuple(messages),
@@ -78,7 +89,9 @@ class MessagesDialect:
             "usage": _usage(done),
         }
 
-    def stream(self, request: ChatRequest, body: dict[str, Any], *, told_of_cut: bool) -> "MessagesStream":
+    def stream(
+        self, request: ChatRequest, body: dict[str, Any], headers: Mapping[str, str], *, told_of_cut: bool
+    ) -> "MessagesStream":
         return MessagesStream(request, told_of_cut=told_of_cut)
 
     def error_reply(self, error: MilesError) -> tuple[int, dict[str, Any], dict[str, str]]:

@@ -70,7 +70,9 @@ class ResponsesDialect:
             usage=_usage(done),
         )
 
-    def stream(self, request: ChatRequest, body: dict[str, Any], *, told_of_cut: bool) -> "ResponsesStream":
+    def stream(
+        self, request: ChatRequest, body: dict[str, Any], headers: Mapping[str, str], *, told_of_cut: bool
+    ) -> "ResponsesStream":
         return ResponsesStream(request, told_of_cut=told_of_cut)
 
     def error_reply(self, error: MilesError) -> tuple[int, dict[str, Any], dict[str, str]]:
@@ -98,9 +100,14 @@ class ResponsesStream:
         yield self._event("response.in_progress", response=response)
 
     def progress(self, content: str, reasoning: str) -> Iterator[bytes]:
-        """Events for text known so far."""
+        """Events for text known so far.
+
+        No item is done before the generation is: Codex keeps the done items of a response that fails, and sends them
+        back as half a turn. So text that follows reasoning, which would have to be done first, waits for the end.
+        """
         yield from self._text("reasoning", settled(reasoning))
-        yield from self._text("message", settled(content))
+        if not self._sent["reasoning"]:
+            yield from self._text("message", settled(content))
 
     def finish(self, done: Completion) -> Iterator[bytes]:
         """The rest of the items, then the whole response."""
