@@ -8,7 +8,7 @@ from miles.rollout.session.canonical import freeze_clock, sort_tool_results, str
 from miles.rollout.session.config import SessionConfig
 from miles.rollout.session.session import Model, Session
 from miles.types import Limits
-from tests.rollout.session.test_scenarios import THINK, call, user
+from tests.rollout.session.clients import THINK, call, user
 
 
 async def test_a_model_name_can_mean_the_policy_untrained(client_of):

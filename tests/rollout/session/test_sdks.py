@@ -10,8 +10,8 @@ import openai
 import pytest
 
 from miles.errors import EngineError, EngineLost
+from tests.rollout.session.clients import SHELL, SHELL_ANTHROPIC, SHELL_RESPONSES, THINK, call, user
 from tests.rollout.session.conftest import events
-from tests.rollout.session.test_scenarios import SHELL, SHELL_ANTHROPIC, SHELL_RESPONSES, THINK, call, user
 
 TEXT = THINK + "the answer is 42"
 CALLS = THINK + "look" + call("cat a") + call("cat b")
