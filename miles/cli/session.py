@@ -103,11 +103,11 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     served = session.add_parser("serve", help="record agents in front of an SGLang server")
     served.add_argument("--engine", required=True, metavar="URL", help="base URL of the SGLang server")
     served.add_argument("--model", **model)  # type: ignore[arg-type]
-    served.add_argument("--host", default="127.0.0.1")
-    served.add_argument("--port", type=int, default=8800)
+    served.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    served.add_argument("--port", type=int, default=8800, help="port to listen on (default: 8800; 0: a free one)")
     served.add_argument("--output", type=Path, default=Path("trajectories.jsonl"), help="where closed sessions go")
     served.add_argument("--admin-key", default="", help="opens and closes sessions; made up when left out")
-    served.add_argument("--temperature", type=float, default=1.0)
+    served.add_argument("--temperature", type=float, default=1.0, help="of every session, whatever clients ask for")
     served.add_argument("--max-tokens", type=int, default=4096, help="most new tokens of one model call")
     checked = session.add_parser("verify", help="does a model's rendering keep every token?")
     checked.add_argument("--model", **model)  # type: ignore[arg-type]
