@@ -1,3 +1,4 @@
+import asyncio
 import contextlib
 import json
 
@@ -101,6 +102,15 @@ def client_of(thinking):
             yield Client(http, server, server.open(limits, canonicalisers=names), engine)
 
     return make
+
+
+async def until(holds):
+    """Wait for something that is about to happen; how long depends on the machine."""
+    for _ in range(2000):
+        if holds():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("it did not happen in ten seconds")
 
 
 def events(text):

@@ -6,7 +6,7 @@ import pytest
 
 from miles.errors import EngineLost
 from tests.rollout.session.clients import SHELL, SHELL_ANTHROPIC, SHELL_RESPONSES, THINK, call, function, linear, user
-from tests.rollout.session.conftest import events
+from tests.rollout.session.conftest import events, until
 
 
 async def test_marks_in_what_tools_print_are_no_instructions(client_of):
@@ -95,10 +95,10 @@ async def test_sub_agents_with_one_prompt_are_two(client_of):
 
 
 async def test_a_drained_stream_is_delivered(client_of):
-    async with client_of([THINK + "child"], latency_s=0.1, drain_s=2) as client:
+    async with client_of([THINK + "child"], latency_s=0.3, drain_s=5) as client:
         body = {"max_tokens": 99, "messages": [user("part")], "stream": True}
         child = asyncio.create_task(client.post("messages", body))
-        await asyncio.sleep(0.05)
+        await until(lambda: client.session.waiting_for_engine)
         tree = await client.session.close()
         assert (await child).text.count("message_stop") == 2
         assert tree.turns[0].trainable

@@ -17,6 +17,7 @@ from tests.rollout.session.clients import (
     results,
     user,
 )
+from tests.rollout.session.conftest import until
 
 BASIC = [THINK + "look" + call("ls"), THINK + call("cat a") + call("cat b"), THINK + "done"]
 
@@ -254,12 +255,12 @@ async def test_14_a_child_that_begins_with_its_parents_preamble_is_still_known(c
 
 
 async def test_15_codex_ends_while_its_child_is_in_flight(client_of):
-    async with client_of([THINK + "parent", THINK + "child"], latency_s=0.4, drain_s=0.05) as client:
+    async with client_of([THINK + "parent", THINK + "child"], latency_s=1.5, drain_s=0.05) as client:
         parent = await client.chat([user("task")])
         assert parent["content"] == "parent"
         headers = {"x_openai_subagent": "collab_spawn", "x_codex_parent_thread_id": "t0", "thread_id": "t1"}
         child = asyncio.create_task(client.post("responses", {"input": "part of it"}, **headers))
-        await asyncio.sleep(0.1)
+        await until(lambda: client.session.waiting_for_engine)
         tree = await asyncio.wait_for(client.session.close(), 1)
         assert [turn.note for turn in tree.turns] == [""]
         assert (await child).status_code == 400
@@ -267,9 +268,9 @@ async def test_15_codex_ends_while_its_child_is_in_flight(client_of):
 
 
 async def test_15_a_drain_lets_the_child_finish(client_of):
-    async with client_of([THINK + "child"], latency_s=0.1, drain_s=2) as client:
+    async with client_of([THINK + "child"], latency_s=0.3, drain_s=5) as client:
         child = asyncio.create_task(client.post("responses", {"input": "part of it"}))
-        await asyncio.sleep(0.05)
+        await until(lambda: client.session.waiting_for_engine)
         tree = await client.session.close()
         assert (await child).status_code == 200
         assert len(tree.turns[0].output_ids) > 1

@@ -11,7 +11,7 @@ import pytest
 
 from miles.errors import EngineError, EngineLost
 from tests.rollout.session.clients import SHELL, SHELL_ANTHROPIC, SHELL_RESPONSES, THINK, call, user
-from tests.rollout.session.conftest import events
+from tests.rollout.session.conftest import events, until
 
 TEXT = THINK + "the answer is 42"
 CALLS = THINK + "look" + call("cat a") + call("cat b")
@@ -176,7 +176,7 @@ async def test_engine_failures_are_typed_in_each_sdk(client_of, failure, openais
 
 
 async def test_other_errors_are_typed_in_each_sdk(client_of):
-    async with sdk(client_of, [TEXT], "anthropic", latency_s=0.3, in_flight=1) as (it, _):
+    async with sdk(client_of, [TEXT], "anthropic", latency_s=1.5, in_flight=1) as (it, client):
         with pytest.raises(anthropic.BadRequestError, match="messages must be a non-empty list"):
             await it.messages.create(model="m", max_tokens=9, messages=[])
         with pytest.raises(anthropic.AuthenticationError):
@@ -184,7 +184,7 @@ async def test_other_errors_are_typed_in_each_sdk(client_of):
         with pytest.raises(anthropic.BadRequestError, match="cannot be honoured"):
             await it.messages.create(model="m", max_tokens=9, messages=[user("a")], tool_choice={"type": "any"})
         first = asyncio.create_task(it.messages.create(model="m", max_tokens=9, messages=[user("a")]))
-        await asyncio.sleep(0.1)
+        await until(lambda: client.session.waiting_for_engine)
         with pytest.raises(anthropic.RateLimitError, match="in flight"):
             await it.messages.create(model="m", max_tokens=9, messages=[user("b")])
         await first

@@ -282,15 +282,15 @@ async def test_the_transcript_is_the_line_of_the_newest_turn(session_of):
 
 
 async def test_the_grace_time_is_counted_from_the_last_client(session_of):
-    session, engine = session_of(["answer 1"], latency_s=0.5, grace_s=0.2)
+    session, engine = session_of(["answer 1"], latency_s=3.0, grace_s=1.0)
     first = asyncio.create_task(session.complete(ask(USER)))
     await asyncio.sleep(0.02)
     first.cancel()
-    await asyncio.sleep(0.15)
+    await asyncio.sleep(0.7)
     second = asyncio.create_task(session.complete(ask(USER)))
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.5)
     second.cancel()
-    await asyncio.sleep(0.1)  # the first client's grace time is over long since
+    await asyncio.sleep(0.05)  # the first client's grace time is over long since
     assert (await session.complete(ask(USER))).message["content"] == "answer 1"
     assert len(engine.requests) == 1
 
@@ -306,7 +306,7 @@ async def test_who_asks_while_a_flight_is_given_up_gets_another(session_of):
 
 
 async def test_tokens_that_calls_in_flight_hold_may_come_back(session_of):
-    session, _ = session_of(["answer 1"] * 3, latency_s=0.1, limits=Limits(tokens=64))
+    session, _ = session_of(["answer 1"] * 3, latency_s=1.0, limits=Limits(tokens=64))
     first = asyncio.create_task(told(session, user("a")))
     await asyncio.sleep(0.02)
     with pytest.raises(SessionError) as busy:
