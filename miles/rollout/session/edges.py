@@ -109,11 +109,13 @@ def _beginnings(messages: Sequence[Message]) -> list[str]:
     Not further back and not in the middle: tools print such words, too, and some agents send output as a user.
     """
     last = messages[-1] if messages else {}
-    if last.get("role") != "user":
-        return []
-    content = last.get("content")
+    return [text.lstrip() for text in _whole_and_parts(last)] if last.get("role") == "user" else []
+
+
+def _whole_and_parts(message: Message) -> list[str]:
+    content = message.get("content")
     parts = [text_of([part]) for part in content] if isinstance(content, list) else []
-    return [text.lstrip() for text in (text_of(content), *parts)]
+    return [text_of(content), *parts]
 
 
 def _text_of_first(messages: Sequence[Message], role: str) -> str:
@@ -127,9 +129,7 @@ def task_of(messages: Sequence[Message]) -> list[str]:
         if message.get("role") == "assistant":
             break
         if message.get("role") == "user":
-            content = message.get("content")
-            texts += [text_of([part]).strip() for part in content] if isinstance(content, list) else []
-            texts.append(text_of(content).strip())
+            texts += [text.strip() for text in _whole_and_parts(message)]
     return texts
 
 

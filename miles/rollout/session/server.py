@@ -201,7 +201,7 @@ class SessionServer:
 
     def _described(self, name: str, session: Session) -> dict[str, Any]:
         """A model in the words of both OpenAI and Anthropic; every name is the policy."""
-        context = min(self._engine.context_length, session.limits.context or self._engine.context_length)
+        context = session.context_of(self._engine)
         words = {"id": name, "object": "model", "created": 0, "owned_by": "miles", "max_model_len": context}
         return {**words, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
 

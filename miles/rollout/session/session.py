@@ -6,7 +6,6 @@ last byte is sent. No lock is held while an engine works: requests from one turn
 
 import asyncio
 import contextlib
-import logging
 import secrets
 import time
 from array import array
@@ -27,7 +26,6 @@ from miles.types import Edge, Finish, Generated, GenerateRequest, Limits, Messag
 
 __all__ = ["ChatRequest", "Completion", "Flight", "Model", "Session"]
 
-log = logging.getLogger(__name__)
 _THREAD_ABOVE_CHARS = 4096
 
 
@@ -297,8 +295,12 @@ class Session:
         at, suffix = self.recorder.attach(match, prompt)
         return at, suffix, prompt, prompt if at is None else prompt[len(records.path_ids(at)) :]
 
+    def context_of(self, engine: Engine) -> int:
+        """Tokens of prompt and answer of one call: what the engine can and this session may."""
+        return min(engine.context_length, self.limits.context or engine.context_length)
+
     def _room(self, request: ChatRequest, engine: Engine, prompt_tokens: int) -> int:
-        limit = min(engine.context_length, self.limits.context or engine.context_length)
+        limit = self.context_of(engine)
         left = self.limits.tokens - self._sampled - self._reserved
         if prompt_tokens >= limit:
             self.count_refusal("context_length_exceeded")

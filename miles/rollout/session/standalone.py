@@ -10,7 +10,6 @@ All three need the admin key as a bearer token. Sessions that nobody closes are 
 import contextlib
 import hmac
 import json
-import logging
 import math
 import secrets
 from collections.abc import AsyncIterator
@@ -35,8 +34,6 @@ from miles.trajectories import Trajectory
 from miles.types import Limits
 
 __all__ = ["Service", "StandaloneConfig", "standalone"]
-
-log = logging.getLogger(__name__)
 
 
 class StandaloneConfig(Config):

@@ -18,6 +18,7 @@ __all__ = [
     "status_of",
     "stops_of",
     "truncated",
+    "unsent",
 ]
 
 
@@ -109,6 +110,15 @@ def check_messages(value: Any, name: str) -> list[Any]:
     if not isinstance(value, list) or not value:
         raise SessionError(f"{name} must be a non-empty list")
     return value
+
+
+def unsent(sent: dict[str, str], name: str, text: str) -> str:
+    """What of a growing text the client has not got yet; noted in `sent`. Nothing when the text did not just grow."""
+    before = sent[name]
+    if not text.startswith(before):
+        return ""
+    sent[name] = text
+    return text[len(before) :]
 
 
 def truncated(done: Completion, told_of_cut: bool) -> bool:

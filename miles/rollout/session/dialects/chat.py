@@ -15,6 +15,7 @@ from miles.rollout.session.dialects.base import (
     status_of,
     stops_of,
     truncated,
+    unsent,
 )
 from miles.rollout.session.edges import read_hints
 from miles.rollout.session.session import ChatRequest, Completion
@@ -140,10 +141,9 @@ class ChatStream:
         return event(ChatDialect().error_reply(error)[1])
 
     def _text(self, name: str, text: str) -> Iterator[bytes]:
-        sent = self._sent[name]
-        if text.startswith(sent) and len(text) > len(sent):
-            self._sent[name] = text
-            yield self._chunk({name: text[len(sent) :]})
+        new = unsent(self._sent, name, text)
+        if new:
+            yield self._chunk({name: new})
 
     def _chunk(self, delta: dict[str, Any], finish: str | None = None) -> bytes:
         return event({**self._head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish}]})
@@ -154,8 +154,7 @@ def _message(message: Any, index: int) -> Message:
         return message  # most of a long history
     if not isinstance(message, dict) or message.get("role") not in _ROLES:
         raise SessionError(f"messages[{index}].role must be one of {', '.join(sorted(_ROLES))}")
-    if not isinstance(message.get("content"), str):
-        text_of(message.get("content"))
+    text_of(message.get("content"))
     if not isinstance(message.get("tool_calls") or [], list):
         raise SessionError(f"messages[{index}].tool_calls must be a list")
     return {**message, "role": "system"} if message["role"] == "developer" else message

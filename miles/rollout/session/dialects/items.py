@@ -30,7 +30,7 @@ class Kinds:
         return cls(custom=custom, namespaces=spaces)
 
 
-def tools_of(tools: Any, wishes: Wishes) -> tuple[tuple[ToolSpec, ...], Kinds]:
+def tools_of(tools: Any, wishes: Wishes) -> tuple[ToolSpec, ...]:
     """Functions as they are, free-form tools as functions of one text, namespaces flattened, the rest noted."""
     if not isinstance(tools or [], list):
         raise SessionError("tools must be a list")
@@ -51,7 +51,7 @@ def tools_of(tools: Any, wishes: Wishes) -> tuple[tuple[ToolSpec, ...], Kinds]:
             raise SessionError("tools must be a list of objects with a type")
     if dropped:
         wishes.asked["tools_dropped"] = dropped
-    return tuple(made), Kinds.of(made)
+    return tuple(made)
 
 
 def _function(tool: dict[str, Any]) -> ToolSpec:
@@ -73,7 +73,7 @@ def _free_form(tool: dict[str, Any]) -> ToolSpec:
     return {**made, _CUSTOM: True}
 
 
-def messages_of(instructions: Any, items: Any, kinds: Kinds) -> list[Message]:
+def messages_of(instructions: Any, items: Any) -> list[Message]:
     """Messages of a request; what an assistant did in a row becomes one message."""
     messages: list[Message] = []
     if isinstance(instructions, str) and instructions:

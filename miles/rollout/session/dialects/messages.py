@@ -14,6 +14,7 @@ from miles.rollout.session.dialects.base import (
     status_of,
     stops_of,
     truncated,
+    unsent,
 )
 from miles.rollout.session.edges import read_hints
 from miles.rollout.session.session import ChatRequest, Completion
@@ -154,18 +155,17 @@ class MessagesStream:
         return event(MessagesDialect().error_reply(error)[1], "error")
 
     def _text(self, kind: str, text: str) -> Iterator[bytes]:
-        sent = self._sent[kind]
-        if not text.startswith(sent) or len(text) <= len(sent):
-            return
         if kind == "thinking" and self._sent["text"]:
             return  # its block is closed
+        new = unsent(self._sent, kind, text)
+        if not new:
+            return
         if self._open != kind:
             yield from self._close()
             block = {"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})}
             yield self._event("content_block_start", index=self._index, content_block=block)
             self._open = kind
-        self._sent[kind] = text
-        delta = {"type": f"{kind}_delta", kind: text[len(sent) :]}
+        delta = {"type": f"{kind}_delta", kind: new}
         yield self._event("content_block_delta", index=self._index, delta=delta)
 
     def _close(self) -> Iterator[bytes]:

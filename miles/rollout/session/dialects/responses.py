@@ -7,7 +7,7 @@ from typing import Any
 
 from miles.errors import MilesError
 from miles.rollout.rendering.text import settled
-from miles.rollout.session.dialects.base import Wishes, event, positive, status_of, truncated
+from miles.rollout.session.dialects.base import Wishes, event, positive, status_of, truncated, unsent
 from miles.rollout.session.dialects.chat import ChatDialect
 from miles.rollout.session.dialects.items import Kinds, messages_of, tools_of
 from miles.rollout.session.edges import read_hints
@@ -44,8 +44,8 @@ class ResponsesDialect:
         if choice not in (None, "auto", "none"):
             wishes.forced("tool_choice", choice)
         wishes.record(body, *_RECORDED)
-        tools, kinds = tools_of(body.get("tools"), wishes)
-        messages = messages_of(body.get("instructions"), body.get("input"), kinds)
+        tools = tools_of(body.get("tools"), wishes)
+        messages = messages_of(body.get("instructions"), body.get("input"))
         previous = body.get("previous_response_id")
         return ChatRequest(
             messages=tuple(messages),
@@ -147,14 +147,15 @@ class ResponsesStream:
         self._done.append(item)
 
     def _text(self, kind: str, text: str) -> Iterator[bytes]:
-        sent = self._sent[kind]
-        if not text.startswith(sent) or len(text) <= len(sent) or (kind == "reasoning" and self._sent["message"]):
+        if kind == "reasoning" and self._sent["message"]:
+            return  # its item is done
+        new = unsent(self._sent, kind, text)
+        if not new:
             return
         if self._open != kind:
             yield from self._close()
             yield from self._begin(kind)
-        self._sent[kind] = text
-        yield self._event(f"response.{_PARTS[kind]}.delta", **self._where(kind), delta=text[len(sent) :], **_MORE[kind])
+        yield self._event(f"response.{_PARTS[kind]}.delta", **self._where(kind), delta=new, **_MORE[kind])
 
     def _begin(self, kind: str) -> Iterator[bytes]:
         self._open = kind
