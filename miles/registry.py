@@ -32,10 +32,27 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "sort_tool_results": "miles.rollout.session.canonical:sort_tool_results",
     },
     "rollouts": {"async": "miles.rollout.scheduler:AsyncRollout"},
-    "trainers": {"fsdp": "miles.trainer.fsdp:FsdpBackend"},
+    "trainers": {"fsdp": "miles.trainer.model.fsdp:FsdpBackend"},
+    "advantages": {
+        "grpo": "miles.trainer.algorithms.advantages:grpo",
+        "dr_grpo": "miles.trainer.algorithms.advantages:dr_grpo",
+        "rloo": "miles.trainer.algorithms.advantages:rloo",
+        "reinforce_pp": "miles.trainer.algorithms.advantages:reinforce_pp",
+        "reinforce_pp_baseline": "miles.trainer.algorithms.advantages:reinforce_pp_baseline",
+        "maxrl": "miles.trainer.algorithms.advantages:maxrl",
+        "reward": "miles.trainer.algorithms.advantages:reward",
+        "gae": "miles.trainer.algorithms.advantages:reward",
+        "nothing": "miles.trainer.algorithms.advantages:nothing",
+    },
+    "losses": {
+        "ppo": "miles.trainer.algorithms.losses:ppo",
+        "gspo": "miles.trainer.algorithms.losses:gspo",
+        "cispo": "miles.trainer.algorithms.losses:cispo",
+        "reinforce": "miles.trainer.algorithms.losses:reinforce",
+    },
 }
 KINDS = tuple(BUILT_IN)
-_ONE = {"harnesses": "harness", "sandboxes": "sandbox"}
+_ONE = {"harnesses": "harness", "sandboxes": "sandbox", "losses": "loss"}
 
 
 def known(kind: str) -> dict[str, str]:

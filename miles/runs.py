@@ -7,6 +7,7 @@ RUN/checkpoints/step-N/   dcp/ (all ranks), hf/ (a loadable model), state.json (
 RUN/model/                the model that the run began with, when the recipe made it
 RUN/logs/                 the child processes' output
 RUN/reward.png            the learning curve
+RUN/save-now              made by anyone: the run writes a checkpoint after its present step and removes it
 """
 
 import contextlib
@@ -25,6 +26,8 @@ from miles.errors import ConfigError, RunError
 from miles.types import Episode, from_json, to_json
 
 __all__ = ["RunFolder", "list_runs"]
+
+_SAVE_NOW = "save-now"
 
 
 class RunFolder:
@@ -95,6 +98,18 @@ class RunFolder:
             for line in path.read_bytes().splitlines(keepends=True):
                 with contextlib.suppress(ValidationError):  # a line that a crash cut
                     yield from_json(Episode, line)
+
+    def wish_to_save(self) -> None:
+        """Ask the run that is going on here for a checkpoint after its present step."""
+        self._guarded(self.path / _SAVE_NOW, (self.path / _SAVE_NOW).touch)
+
+    def take_wish_to_save(self) -> bool:
+        """Whether somebody asked; asking is done once."""
+        try:
+            (self.path / _SAVE_NOW).unlink()
+        except FileNotFoundError:
+            return False
+        return True
 
     def checkpoints(self) -> list[Path]:
         """Complete checkpoints, oldest first."""

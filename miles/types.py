@@ -104,6 +104,21 @@ LINES = {Edge.SUBAGENT: "subagent", Edge.COMPACTION_REQUEST: "compaction", Edge.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """Experts that a mixture-of-experts model chose for `tokens` consecutive tokens.
+
+    `data` is base64 of little-endian unsigned integers of `width` bytes, C order (tokens, layers, top_k); the largest
+    value of that width means "not recorded".
+    """
+
+    tokens: int
+    layers: int
+    top_k: int
+    width: Literal[1, 2, 4]
+    data: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
     """One generation: a node of the tree.
 
@@ -113,6 +128,7 @@ class Turn:
     the turn came to be; a root that belongs to an earlier turn (a sub-agent to the call that started it, a fresh
     start to its summary) names it in `origin`. `note` says why a turn is not trainable. `asked` is what the client
     wished of sampling; the recipe decides. `wire` is what the client said of itself (agent, thread, window).
+    `routing` covers the parent's last output token, `prompt_ids` and `output_ids` but the last: what the model read.
     """
 
     id: int
@@ -130,6 +146,7 @@ class Turn:
     asked: dict[str, Any] = field(default_factory=dict)
     origin: int | None = None
     wire: dict[str, str] = field(default_factory=dict)
+    routing: Routing | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,6 +254,14 @@ class Group:
     task_id: str
     episodes: tuple[Episode, ...]
 
+    @property
+    def without_difference(self) -> bool:
+        """Whether all rewards are equal but for rounding: such a group teaches nothing."""
+        rewards = [episode.reward for episode in self.episodes if episode.reward is not None]
+        if not rewards:
+            return True
+        return max(rewards) - min(rewards) <= 1e-6 * max(1.0, abs(sum(rewards) / len(rewards)))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
@@ -261,15 +286,22 @@ class Generated:
     versions: tuple[WeightVersion, ...]
     finish: Finish
     cached_tokens: int = 0
+    routing: Routing | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """A published snapshot: a directory of safetensors with HF names, or the tensors themselves."""
+    """Published weights: a directory of safetensors with HF names, or the tensors themselves.
+
+    `deltas` lead from the directory's version to this one, oldest first (`miles.deltas`). With `adapter` set, the
+    directory or the tensors hold only a low-rank adapter of that name, in peft's format, over the first weights.
+    """
 
     version: WeightVersion
     directory: Path | None = None
     tensors: Mapping[str, Any] | None = None
+    deltas: tuple[Path, ...] = ()
+    adapter: str | None = None
 
 
 class Env(Protocol):
@@ -300,15 +332,18 @@ class GroupSource(Protocol):
         ...
 
     def state(self) -> dict[str, Any]:
-        """The data cursor: what to hand to the same source to go on without loss or repeat."""
+        """The data cursor: what to hand to the same source to go on without loss or repeat.
+
+        JSON-able, but for `groups`, if there: a list of Group whose episodes are not to be run again.
+        """
         ...
 
 
 class WeightSink(Protocol):
     """Where the trainer publishes to; rollout implements it."""
 
-    async def load(self, weights: Weights) -> None:
-        """Return once every engine confirmed that it serves `weights.version`."""
+    async def load(self, weights: Weights) -> float:
+        """Return once every engine confirmed that it serves `weights.version`: seconds that sampling stood still."""
         ...
 
 

@@ -32,9 +32,10 @@ from miles.rollout.scheduler import AsyncRollout
 from miles.rollout.session.server import SessionServer
 from miles.runs import RunFolder
 from miles.sandboxes.pool import SandboxPool
-from miles.trainer.loop import Driver, read_state
+from miles.trainer.checkpoints import read_state
+from miles.trainer.data.rows import Row, demonstration_row
+from miles.trainer.loop import Driver
 from miles.trainer.publish import Publisher
-from miles.trainer.rows import Row, demonstration_row
 from miles.trainer.trainer import Trainer
 from miles.types import Episode, Reporter
 from miles.watchdog import watched_loop
@@ -92,6 +93,8 @@ def check_plugins(config: RunConfig) -> Taskset:
         ("sandboxes", config.sandbox.backend),
         ("rollouts", config.rollout.name),
         ("trainers", config.trainer.backend),
+        ("advantages", config.train.advantage.estimator),
+        ("losses", config.train.policy.kind),
     ):
         resolve(kind, name)
     if config.engine.name == "scripted":
@@ -182,7 +185,7 @@ async def _parts(
         model = await asyncio.to_thread(_model, config, taskset, folder)
         engine = _engine(config, model, folder)
         stack.push_async_callback(engine.close)
-        trainer = Trainer(model, folder.logs, config.trainer, seed=config.run.seed)
+        trainer = Trainer(model, folder.logs, config.trainer, seed=config.run.seed, others=_others(config, model))
         pool = SandboxPool(_backend(config), config.sandbox)
         capabilities = await pool.start()
         stack.push_async_callback(pool.close)
@@ -235,6 +238,19 @@ async def _parts(
         ticking = asyncio.create_task(_tick(rollout, reporter))
         stack.callback(ticking.cancel)
         yield _Parts(driver=driver, trainer=trainer, rendering=rendering)
+
+
+def _others(config: RunConfig, model: Path) -> dict[str, Path]:
+    """The models that the algorithm needs beside the policy, by role."""
+    train = config.train
+    others: dict[str, Path] = {}
+    if train.kl.coefficient and (train.kl.reference or config.trainer.compute.lora is None):
+        others["reference"] = train.kl.reference or model
+    if train.distill.coefficient:
+        others |= {f"teacher:{name}": t.path for name, t in train.distill.teachers.items() if t.path}
+    if train.advantage.estimator == "gae":
+        others["critic"] = train.critic.path or model
+    return others
 
 
 def _rollout(

@@ -45,6 +45,8 @@ class RolloutConfig(Config):
     """A group with fewer usable episodes is dropped."""
     on_stale: Literal["retry", "keep", "drop"] = "retry"
     """What happens to a finished group that is older than max_staleness."""
+    drop_without_difference: bool = False
+    """Whether groups whose rewards are all equal are replaced by the next tasks' (DAPO's dynamic sampling)."""
     discard_limit: int = Field(64, gt=0)
     """Episodes that no retry saved, or groups that are too old, in a row after which the run stops."""
 
@@ -93,13 +95,15 @@ class AsyncRollout:
         self._wake, self._news = asyncio.Event(), asyncio.Event()
         self._paused = 0
         self._closing = False
-        self._handed: list[int] = []  # given to the trainer, not yet confirmed by a new version
+        self._handed: list[Group] = []  # given to the trainer, not yet confirmed by a new version
         self._counts: Counter[str] = Counter()
         self._totals: Counter[str] = Counter()
         self._discarded_in_a_row = 0
         self._stale_in_a_row = 0
         self._fatal: BaseException | None = None
         self._pump: asyncio.Task[None] | None = None
+        if state:
+            self._restore(state)
 
     def start(self) -> None:
         """Begin to admit groups; the first take() does it too."""
@@ -138,7 +142,7 @@ class AsyncRollout:
                     if self._fresh(group):
                         taken.append(group)
                 if len(taken) == n:
-                    self._handed = [group.seq for group in taken]
+                    self._handed = taken.copy()
                     return taken
                 self._news.clear()
                 await self._news.wait()
@@ -165,14 +169,39 @@ class AsyncRollout:
         }
 
     def state(self) -> dict[str, Any]:
-        """Next task of the order, and the admitted ones that no published version was trained on yet."""
-        pending = [
-            *self._handed,
-            *(group.seq for group in self._ready),
-            *(o.seq for o in self._open.values()),
-            *self._again,
+        """Next task of the order, the admitted ones that must be run again, and what was finished of them.
+
+        Finished groups are kept whole, unfinished ones as the episodes that are done; both come back in a resumed run.
+        """
+        half_done = [
+            Group(id=group_id, seq=o.seq, task_id=o.episodes[0].task_id, episodes=tuple(o.episodes))
+            for group_id, o in self._open.items()
+            if o.episodes
         ]
-        return {"next": self._next, "pending": sorted(pending)}
+        pending = [*(o.seq for o in self._open.values() if not o.episodes), *self._again]
+        return {
+            "next": self._next,
+            "pending": sorted(pending),
+            "unfinished": [group.id for group in half_done],
+            "groups": [*self._handed, *self._ready, *half_done],
+        }
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        """Take back what `state` kept: finished groups wait for the trainer, the rest of the others is run."""
+        unfinished = set(state.get("unfinished", ()))
+        for group in state.get("groups", ()):
+            self._admitted += 1
+            self._rounds[group.seq] += 1
+            if group.id not in unfinished:
+                self._ready.append(group)
+                continue
+            done = {episode.index for episode in group.episodes}
+            missing = [index for index in range(self.config.group_size) if index not in done]
+            self._open[group.id] = _Open(
+                seq=group.seq, round=self._rounds[group.seq], left=len(missing), episodes=list(group.episodes)
+            )
+            task = self._task(group.seq)
+            self._jobs.extend(Job(task=task, group_id=group.id, index=index) for index in missing)
 
     def _fresh(self, group: Group) -> bool:
         oldest = min((e.tree.oldest_version for e in group.episodes if e.tree.oldest_version is not None), default=None)
@@ -296,5 +325,9 @@ class AsyncRollout:
             return
         self._counts["groups_finished"] += 1
         done = Group(id=group_id, seq=group.seq, task_id=usable[0].task_id, episodes=tuple(usable))
+        if self.config.drop_without_difference and done.without_difference:
+            self._counts["groups_replaced"] += 1
+            self._release(group.seq, again=False)
+            return
         self._ready.append(done)
         self._news.set()

@@ -1,7 +1,6 @@
 """The driver. Reads like the algorithm: take groups, step, publish, tell, now and then evaluate and save."""
 
 import asyncio
-import json
 import time
 from collections.abc import Iterator, Mapping
 from itertools import islice
@@ -13,10 +12,24 @@ from pydantic import Field
 from miles.config import Config
 from miles.errors import TrainerError
 from miles.runs import RunFolder
-from miles.trainer.batch import Batch, LossUnit, build_batch, logprob_difference, normalize
+from miles.trainer.algorithms.credit import is_live
+from miles.trainer.checkpoints import Checkpoints
+from miles.trainer.data.batch import Batch, Part, build_batch, logprob_difference, normalize
+from miles.trainer.data.rows import Row
+from miles.trainer.enrich import Enricher
 from miles.trainer.publish import Publisher
-from miles.trainer.rows import Row
-from miles.trainer.settings import OptimConfig, PolicyLossConfig, StepSpec
+from miles.trainer.settings import (
+    AdvantageConfig,
+    CorrectionConfig,
+    CriticConfig,
+    DistillConfig,
+    KlConfig,
+    LossUnit,
+    OptimConfig,
+    PolicyLossConfig,
+    ScoreSpec,
+    StepSpec,
+)
 from miles.trainer.trainer import Trainer
 from miles.types import Evaluator, Group, GroupSource, Reporter
 
@@ -41,17 +54,29 @@ class TrainConfig(Config):
     """The reinforcement learning itself."""
 
     steps: int = Field(100, ge=0)
-    """Optimizer steps of the whole run."""
+    """Batches of the whole run; each ends with a published version."""
+    minibatches: int = Field(1, gt=0)
+    """Optimizer steps of one batch; its groups are dealt to them. More than 1 asks for correction.anchor=recomputed."""
     loss_unit: LossUnit = "episode"
     """What weighs equally in the loss: episode, token, group, or constant (Dr. GRPO)."""
     loss_constant: float = Field(1024.0, gt=0.0)
     """Tokens that stand for one episode when loss_unit is constant."""
-    divide_by_std: bool = True
-    """Whether advantages are divided by the group's standard deviation."""
+    advantage: AdvantageConfig = AdvantageConfig()
+    """From rewards to advantages."""
     policy: PolicyLossConfig = PolicyLossConfig()
     """The policy loss."""
+    correction: CorrectionConfig = CorrectionConfig()
+    """Off-policy corrections."""
+    kl: KlConfig = KlConfig()
+    """Distance to a reference."""
+    distill: DistillConfig = DistillConfig()
+    """On-policy distillation."""
+    critic: CriticConfig = CriticConfig()
+    """The critic of PPO."""
     optim: OptimConfig = OptimConfig()
     """The optimizer."""
+    routing_probe: int = Field(0, ge=0)
+    """Rows of each batch that are scored with and without routing replay, to see what it changes."""
     save_every: int = Field(0, ge=0)
     """Steps between checkpoints; 0: only at the end or when stopped."""
     keep_checkpoints: int = Field(2, gt=0)
@@ -84,6 +109,15 @@ class Driver:
         self._trainer, self._source, self._publisher, self._evaluator = trainer, source, publisher, evaluator
         self._folder, self._reporter, self.config = folder, reporter, config
         self._groups_per_step, self._temperature, self._eval_every = groups_per_step, temperature, eval_every
+        self._checkpoints = Checkpoints(trainer, folder, keep=config.keep_checkpoints, tell=self._tell)
+        self._enricher = Enricher(
+            trainer,
+            advantage=config.advantage,
+            correction=config.correction,
+            kl=config.kl,
+            distill=config.distill,
+            temperature=temperature,
+        )
 
     async def train(self) -> None:
         """From the present step to the last one. Publishes the present weights first."""
@@ -134,51 +168,102 @@ class Driver:
         if result is not None:
             self._tell("eval", {"step": self.step, **result})
 
-    async def save(self) -> Path:
-        """Write a checkpoint: model, optimizer, data cursor, a loadable HF directory."""
-        partial = self._folder.new_checkpoint(self.step)
-        await self._trainer.save(partial)
-        await self._trainer.weights(self.step, partial / "hf")
+    async def save(self, *, wait: bool = True) -> Path | None:
+        """Write a checkpoint: model, optimizer, data cursor, buffered groups, a loadable HF directory.
+
+        Its path when it is complete; with wait=False it is completed in the background, while steps go on.
+        """
         state = {"step": self.step, "warm_start": self.warmed, "source": self._source.state()}
-        path = self._folder.finish_checkpoint(partial, state, keep=self.config.keep_checkpoints)
-        self._tell("checkpoint", {"step": self.step, "path": str(path)})
-        return path
+        return await self._checkpoints.begin(self.step, state, wait=wait)
 
     async def _train_on(self, groups: list[Group]) -> dict[str, float]:
         began = time.monotonic()
-        batch = await asyncio.to_thread(self._batch, groups)
-        spec = StepSpec(loss="policy", policy=self.config.policy, temperature=self._temperature, version=self.step)
-        trained = await self._trainer.step(batch.rows, spec, self.config.optim)
-        if not batch.rows and (witnesses := batch.flat[:_WITNESSES]):
-            scores = await self._trainer.score(witnesses, temperature=self._temperature)
-            trained |= logprob_difference(witnesses, scores, version=self.step)
+        config = self.config
+        batch = await asyncio.to_thread(
+            build_batch, groups, config.advantage, version=self.step, steps=config.minibatches
+        )
+        batch = await self._enricher.enrich(batch, {group.id: group.task_id for group in groups})
+        enriched = time.monotonic()
+        trained = await self._probe_routing(batch)
+        for number, part in enumerate(batch.parts):
+            # After the first step the weights are no longer those that sampled: no difference to the engine to measure.
+            trained |= await self._step_policy(part, version=self.step if number == 0 else -1)
+            trained |= await self._step_critic(part)
         self.step += 1
         train_s = time.monotonic() - began
-        publish_s = await self._publish()
-        timings = {"train_s": train_s, "publish_s": publish_s}
+        published = await self._publish()
+        timings = {"train_s": train_s, "score_s": enriched - began, **published}
         return {**batch.metrics, **trained, **self._source.counters(), **timings}
 
-    def _batch(self, groups: list[Group]) -> Batch:
+    async def _step_policy(self, part: Part, *, version: int) -> dict[str, float]:
+        """One optimizer step. Rows without advantage are not computed where nothing else would train them."""
         config = self.config
-        return build_batch(
-            groups,
-            version=self.step,
-            unit=config.loss_unit,
-            constant=config.loss_constant,
-            divide_by_std=config.divide_by_std,
+        rows = normalize(part.rows, part.owned_of, part.owned_in, unit=config.loss_unit, constant=config.loss_constant)
+        others = (
+            (config.kl.coefficient and config.kl.place == "loss")
+            or config.policy.entropy
+            or (config.distill.coefficient and config.distill.on == "candidates")
         )
+        live = rows if others else [row for row in rows if is_live(row)]
+        if self._critic_only:
+            live = []
+        spec = StepSpec(
+            loss="policy",
+            policy=config.policy,
+            correction=config.correction,
+            kl=config.kl,
+            distill=config.distill.coefficient if config.distill.on == "candidates" else 0.0,
+            temperature=self._temperature,
+            version=version,
+        )
+        trained = await self._trainer.step(live, spec, config.optim)
+        if not live and (witnesses := rows[:_WITNESSES]):
+            trained |= await self._difference(witnesses, ScoreSpec(temperature=self._temperature))
+        return trained
 
-    async def _publish(self) -> float:
-        seconds = await self._publisher.publish(self.step)
+    async def _step_critic(self, part: Part) -> dict[str, float]:
+        if self.config.advantage.estimator != "gae":
+            return {}
+        rows = normalize(part.rows, part.owned_of, unit="token")
+        critic = self.config.critic
+        metrics = await self._trainer.step(
+            rows, StepSpec(loss="value", value_clip=critic.value_clip), critic.optim, role="critic"
+        )
+        return {name: value for name, value in metrics.items() if name.startswith("critic/")}
+
+    @property
+    def _critic_only(self) -> bool:
+        return self.config.advantage.estimator == "gae" and self.step < self.config.critic.warmup_steps
+
+    async def _probe_routing(self, batch: Batch) -> dict[str, float]:
+        """How far from the engine a few rows are with recorded routing and with the router's own."""
+        rows = [row for row in batch.rows if row.routing][: self.config.routing_probe]
+        if not rows:
+            return {}
+        found: dict[str, float] = {}
+        for name, replay in (("replay", True), ("own", False)):
+            ask = ScoreSpec(temperature=self._temperature, replay=replay)
+            difference = await self._difference(rows, ask)
+            found[f"routing/diff_{name}"] = difference.get("logprob_diff/mean", 0.0)
+        return found
+
+    async def _difference(self, rows: list[Row], ask: ScoreSpec) -> dict[str, float]:
+        scores = await self._trainer.score(rows, ask)
+        return logprob_difference(rows, [score["logprobs"] for score in scores], version=self.step)
+
+    async def _publish(self) -> dict[str, float]:
+        metrics = await self._publisher.publish(self.step)
         self._source.advance(self.step)
-        return seconds
+        return metrics
 
     async def _now_and_then(self) -> None:
         last = self.step >= self.config.steps
+        await self._checkpoints.complete()
         if self._eval_every and self.step % self._eval_every == 0 and not last:
             await self.evaluate()
-        if self.config.save_every and self.step % self.config.save_every == 0 and not last:
-            await self.save()
+        due = self.config.save_every and self.step % self.config.save_every == 0
+        if (due or self._folder.take_wish_to_save()) and not last:
+            await self.save(wait=False)
 
     async def _take(self) -> list[Group] | None:
         """The next step's groups; None when the run was told to stop."""
@@ -200,9 +285,3 @@ class Driver:
     def _tell(self, kind: str, data: Mapping[str, Any]) -> None:
         self._folder.log(kind, data)
         self._reporter.event(kind, data)
-
-
-def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The driver's part of a checkpoint: step and data cursor."""
-    state: dict[str, Any] = json.loads((checkpoint / "state.json").read_text())
-    return state

@@ -1,14 +1,17 @@
-"""Publishing: make a snapshot of the weights, have every engine confirm it, forget the one before."""
+"""Publishing: make a version of the weights, have every engine confirm it, forget what nobody needs any more."""
 
+import json
 import shutil
 import time
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+from pydantic import Field
 
 from miles.config import Config
 from miles.processes import scratch_folder
 from miles.trainer.trainer import Trainer
-from miles.types import WeightSink, WeightVersion
+from miles.types import Weights, WeightSink, WeightVersion
 
 __all__ = ["PublishConfig", "Publisher"]
 
@@ -16,14 +19,19 @@ __all__ = ["PublishConfig", "Publisher"]
 class PublishConfig(Config):
     """How weights reach the engines."""
 
-    kind: Literal["safetensors", "inprocess"] = "safetensors"
-    """safetensors: a directory in memory (or `directory`); inprocess: by value, needs trainer.ranks=0."""
+    kind: Literal["safetensors", "delta", "inprocess"] = "safetensors"
+    """safetensors: a directory in memory (or `directory`). delta: files of what changed (delta-v1), now and then all.
+    inprocess: by value, needs trainer.ranks=0. An adapter is always published whole."""
     directory: Path | None = None
     """Where snapshots are written; by default a temporary directory in shared memory."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the published weights."""
+    full_every: int = Field(20, gt=0)
+    """delta: versions from one whole directory to the next; sooner when the deltas outgrow a third of one."""
 
 
 class Publisher:
-    """Writes version after version; keeps the newest snapshot, which a restarted engine loads."""
+    """Publishes version after version; keeps what a restarted engine needs to load the newest one."""
 
     def __init__(self, trainer: Trainer, sink: WeightSink, config: PublishConfig | None = None) -> None:
         self.config = config or PublishConfig()
@@ -31,21 +39,74 @@ class Publisher:
         shared = Path("/dev/shm")
         parent = self.config.directory or (shared if shared.is_dir() else None)
         self._root = scratch_folder("weights", parent)
-        self._before: Path | None = None
+        self._snapshot: Path | None = None
+        self._deltas: list[Path] = []
+        self._delta_bytes = self._full_bytes = 0
+        self._last: WeightVersion = -1
 
-    async def publish(self, version: WeightVersion) -> float:
-        """Return the seconds until every engine serves `version`."""
+    async def publish(self, version: WeightVersion) -> dict[str, float]:
+        """Return when every engine serves `version`. Seconds: publish_s in all, transfer_s to write and hand over,
+        pause_s in which sampling stood still; publish_bytes, where they are known."""
         began = time.monotonic()
+        metrics: dict[str, float] = {}
         if self.config.kind == "inprocess":
-            await self._sink.load(await self._trainer.tensors(version))
-            return time.monotonic() - began
-        directory = self._root / f"v{version:06d}"
-        await self._sink.load(await self._trainer.weights(version, directory))
-        if self._before is not None and self._before != directory:
-            shutil.rmtree(self._before, ignore_errors=True)
-        self._before = directory
-        return time.monotonic() - began
+            weights = await self._trainer.tensors(version)
+        elif self.config.kind == "delta" and self._trainer.config.compute.lora is None:
+            weights, metrics = await self._changes(version)
+        else:
+            directory = self._root / f"v{version:06d}"
+            weights = await self._trainer.weights(version, directory, dtype=self.config.dtype)
+            metrics["publish_bytes"] = float(_size(directory))
+        pause_s = await self._sink.load(weights)
+        self._last = version
+        self._forget(weights)
+        seconds = time.monotonic() - began
+        return metrics | {"publish_s": seconds, "pause_s": pause_s, "transfer_s": seconds - pause_s}
+
+    async def _changes(self, version: WeightVersion) -> tuple[Weights, dict[str, float]]:
+        """A delta on the version before, or a whole directory when it is time for one."""
+        directory, path = self._root / f"v{version:06d}", self._root / f"v{version:06d}.delta"
+        due = len(self._deltas) >= self.config.full_every - 1 or self._delta_bytes * 3 > self._full_bytes
+        base = -1 if self._snapshot is None or due else self._last
+        facts: dict[str, Any] | None = await self._trainer.delta(
+            version, directory, path, dtype=self.config.dtype, base=base
+        )
+        if facts is None:
+            size = self._full_bytes = _size(directory)
+            self._delta_bytes = 0
+            weights, changed = Weights(version=version, directory=directory), 1.0
+        else:
+            size = facts["bytes"]
+            self._delta_bytes += size
+            weights = Weights(version=version, directory=self._snapshot, deltas=(*self._deltas, path))
+            changed = facts["changed"] / max(1, facts["elements"])
+        self._point_at(weights)
+        return weights, {"publish_bytes": float(size), "publish_changed": changed}
+
+    def _point_at(self, weights: Weights) -> None:
+        """Write LATEST, for receivers that watch the directory: it names only files that are complete."""
+        latest = {
+            "version": weights.version,
+            "snapshot": weights.directory.name if weights.directory else None,
+            "deltas": [path.name for path in weights.deltas],
+        }
+        partial = self._root / "LATEST.partial"
+        partial.write_text(json.dumps(latest))
+        partial.replace(self._root / "LATEST")
+
+    def _forget(self, weights: Weights) -> None:
+        """Delete what the newest version does not rest on."""
+        if self._snapshot is not None and self._snapshot != weights.directory:
+            shutil.rmtree(self._snapshot, ignore_errors=True)
+        for path in self._deltas:
+            if path not in weights.deltas:
+                path.unlink(missing_ok=True)
+        self._snapshot, self._deltas = weights.directory, list(weights.deltas)
 
     def close(self) -> None:
         """Delete the snapshots."""
         shutil.rmtree(self._root, ignore_errors=True)
+
+
+def _size(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.glob("*.safetensors"))

@@ -1,19 +1,24 @@
-"""What runs inside a trainer rank: the process group, the backend, files written by rank 0."""
+"""What runs inside a trainer rank: the process group, one backend for every role, files written by rank 0."""
 
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
+from miles.deltas import Snapshot, write_delta
+from miles.errors import TrainerError
 from miles.registry import resolve
-from miles.trainer.backend import Backend
-from miles.trainer.rows import Row
-from miles.trainer.settings import BackendConfig, OptimConfig, StepSpec
+from miles.trainer.backend import Backend, BackendInfo, Scores
+from miles.trainer.data.packing import MicroBatch
+from miles.trainer.model.lora import write_adapter
+from miles.trainer.settings import BackendConfig, OptimConfig, ScoreSpec, StepSpec
 
 __all__ = ["TrainerRank"]
 
@@ -29,62 +34,149 @@ _TOKENIZER_FILES = (
 
 
 class TrainerRank:
-    """One rank of the trainer; its methods are called on all ranks together."""
+    """One rank of the trainer; its methods are called on all ranks together.
+
+    `others` are models beside the policy, by role: a frozen `reference`, teachers, the `critic`.
+    """
 
     def __init__(
-        self, *, model: str, backend: str, config: BackendConfig, rank: int, world: int, rendezvous: str, seed: int = 0
+        self,
+        *,
+        model: str,
+        backend: str,
+        config: BackendConfig,
+        rank: int,
+        world: int,
+        rendezvous: str,
+        seed: int = 0,
+        others: Mapping[str, str] | None = None,
     ) -> None:
         os.environ["LOCAL_RANK"] = str(rank)
         kind = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "cpu:gloo"
         dist.init_process_group(kind, init_method=f"file://{rendezvous}", rank=rank, world_size=world)
-        self._source, self._rank = Path(model), rank
+        self._source, self._rank, self._config = Path(model), rank, config
+        self._published: Snapshot | None = None
+        self._files = ThreadPoolExecutor(1, thread_name_prefix="checkpoint files")
+        self._writing: list[Future[Any]] = []
         try:
-            self._backend: Backend = resolve("trainers", backend)()
-            self._backend.init(self._source, config, rank=rank, world=world, seed=seed)
+            self.roles: dict[str, Backend] = {}
+            self.info: dict[str, BackendInfo] = {}
+            for role, path in {"policy": model, **(others or {})}.items():
+                own = config if role in ("policy", "critic") else config.model_copy(update={"lora": None})
+                self.roles[role] = made = resolve("trainers", backend)()
+                critic = role == "critic"
+                self.info[role] = made.init(Path(path), own, rank=rank, world=world, seed=seed, critic=critic)
         except BaseException:
             self.close()  # the next trainer of this process may have a group of its own
             raise
 
-    def step(self, batches: Sequence[Sequence[Row]], spec: StepSpec, optim: OptimConfig) -> dict[str, float]:
+    def facts(self) -> dict[str, BackendInfo]:
+        """What each role's model can do."""
+        return self.info
+
+    def step(
+        self, batches: Sequence[MicroBatch], spec: StepSpec, optim: OptimConfig, role: str = "policy"
+    ) -> dict[str, float]:
         """One optimizer step on this rank's micro-batches; the same metrics on every rank."""
-        return self._backend.step(batches, spec, optim)
+        return self.roles[role].step(batches, spec, optim)
 
-    def score(self, batches: Sequence[Sequence[Row]], temperature: float) -> list[list[list[float]]]:
-        """Logprobs of this rank's rows."""
-        return self._backend.score(batches, temperature=temperature)
+    def score(self, batches: Sequence[MicroBatch], ask: ScoreSpec, role: str = "policy") -> list[list[Scores]]:
+        """Answers for this rank's rows. The reference of an adapter is the policy without it."""
+        if role == "reference" and role not in self.roles:
+            role, ask = "policy", ask.model_copy(update={"adapter": False})
+        return self.roles[role].score(batches, ask)
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Full weights by HF name, on the CPU: for engines in the same process."""
-        return {name: tensor.cpu().contiguous() for name, tensor in self._backend.weights()}
+    def tensors(self, kind: str = "full") -> dict[str, torch.Tensor]:
+        """Weights by name, on the CPU: for engines in the same process, and for files."""
+        found = self.roles["policy"].weights(kind)  # type: ignore[arg-type]
+        if self._rank != 0:  # the gathering is collective, the copy is not needed
+            for _ in found:
+                pass
+            return {}
+        return {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in found}
 
-    def export(self, directory: str) -> None:
-        """Write a Hugging Face model directory (weights, config, tokenizer) that anything can load."""
-        weights = self.tensors()
+    def export(self, directory: str, dtype: str = "float32", kind: str = "full") -> None:
+        """Write a Hugging Face model directory (weights, config, tokenizer), or an adapter in peft's format."""
+        tensors = self.tensors(kind)
+        if self._rank == 0:
+            self._write(Path(directory), tensors, dtype, kind)
+
+    def export_delta(self, directory: str, path: str, dtype: str, version: int, base: int) -> dict[str, Any] | None:
+        """Write what changed since the last export of either kind as a delta file; facts about it, from rank 0.
+
+        Without an earlier export, a whole directory is written instead and None returned.
+        """
+        tensors = self.tensors()
         if self._rank != 0:
-            return
-        target = Path(directory)
+            return None
+        now = Snapshot.of_tensors(_cast(tensors, dtype))
+        before, self._published = self._published, now
+        if before is None or base < 0:
+            self._write(Path(directory), tensors, dtype, "full")
+            return None
+        return write_delta(Path(path), before, now, version=version, base=base)
+
+    def _write(self, target: Path, tensors: dict[str, torch.Tensor], dtype: str, kind: str) -> None:
         partial = target.with_name(target.name + ".partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
-        config = json.loads((self._source / "config.json").read_text())
-        (partial / "config.json").write_text(json.dumps(config, indent=2))
-        for path in self._source.iterdir():
-            if path.name.startswith(_TOKENIZER_FILES):
-                shutil.copy(path, partial)
+        if kind == "adapter":
+            assert self._config.lora is not None
+            write_adapter(partial, _cast(tensors, dtype), self._config.lora, str(self._source))
+        else:
+            save_file(_cast(tensors, dtype), partial / "model.safetensors", metadata={"format": "pt"})
+            config = json.loads((self._source / "config.json").read_text())
+            config["dtype"] = dtype
+            config.pop("torch_dtype", None)
+            (partial / "config.json").write_text(json.dumps(config, indent=2))
+            for path in self._source.iterdir():
+                if path.name.startswith(_TOKENIZER_FILES):
+                    shutil.copy(path, partial)
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
 
     def save(self, directory: str) -> None:
-        """Write this rank's part of a checkpoint."""
-        Path(directory).mkdir(parents=True, exist_ok=True)
-        self._backend.save(Path(directory))
+        """Begin to write this rank's part of a checkpoint, and the model as a Hugging Face directory."""
+        self.saved(wait=True)  # one at a time: the copies cost memory
+        for role in ("policy", "critic"):
+            if role in self.roles:
+                own = Path(directory) if role == "policy" else Path(directory) / role
+                own.mkdir(parents=True, exist_ok=True)
+                self._writing.append(self.roles[role].save(own))
+        tensors = self.tensors()
+        adapter = self.tensors("adapter") if self._config.lora is not None else {}
+        if self._rank == 0:
+            self._writing.append(self._files.submit(self._write, Path(directory) / "hf", tensors, "float32", "full"))
+            if adapter:
+                target = Path(directory) / "adapter"
+                self._writing.append(self._files.submit(self._write, target, adapter, "float32", "adapter"))
+
+    def saved(self, wait: bool = False) -> bool:
+        """Whether everything of the last `save` is written; TrainerError when it could not be."""
+        if not wait and not all(future.done() for future in self._writing):
+            return False
+        writing, self._writing = self._writing, []
+        try:
+            for future in writing:
+                future.result()
+        except Exception as error:
+            raise TrainerError(f"the checkpoint could not be written: {error}; is the disk full?") from error
+        return True
 
     def load(self, directory: str) -> None:
         """Restore from a checkpoint."""
-        self._backend.load(Path(directory))
+        self.roles["policy"].load(Path(directory))
+        if "critic" in self.roles:
+            self.roles["critic"].load(Path(directory) / "critic")
 
     def close(self) -> None:
         """Leave the process group."""
+        self._files.shutdown()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _cast(tensors: Mapping[str, torch.Tensor], dtype: str) -> dict[str, torch.Tensor]:
+    """Floating tensors in another type; others (counters, tables) as they are."""
+    kind = getattr(torch, dtype)
+    return {n: t.to(kind).contiguous() if t.is_floating_point() else t.contiguous() for n, t in tensors.items()}

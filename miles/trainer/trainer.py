@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,9 +12,10 @@ from pydantic import Field
 from miles.config import Config
 from miles.errors import TrainerError
 from miles.processes import Worker, scratch_folder
-from miles.trainer.batch import micro_batches
-from miles.trainer.rows import Row
-from miles.trainer.settings import BackendConfig, OptimConfig, StepSpec
+from miles.trainer.backend import BackendInfo, Scores
+from miles.trainer.data.packing import PACK_ABOVE, MicroBatch, micro_batches, token_ratio
+from miles.trainer.data.rows import Row
+from miles.trainer.settings import BackendConfig, OptimConfig, ScoreSpec, StepSpec
 from miles.types import Weights, WeightVersion
 
 __all__ = ["Trainer", "TrainerConfig"]
@@ -50,21 +51,35 @@ class _OwnProcess:
 
 
 class Trainer:
-    """Steps, scores, publishes and saves. Use as an async context manager."""
+    """Steps, scores, publishes and saves. Use as an async context manager.
 
-    def __init__(self, model: Path, log_dir: Path, config: TrainerConfig | None = None, *, seed: int = 0) -> None:
+    `others` are models beside the policy: `reference`, `teacher:NAME` and `critic`, by model directory.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        log_dir: Path,
+        config: TrainerConfig | None = None,
+        *,
+        seed: int = 0,
+        others: Mapping[str, Path] | None = None,
+    ) -> None:
         self.config = config or TrainerConfig()
         self._model, self._log_dir, self._seed = model, log_dir, seed
+        self._others = {role: str(path) for role, path in (others or {}).items()}
         self._ranks: list[_Rank] = []
         self._scratch = Path()
         self._broken = False
+        self.info: dict[str, BackendInfo] = {}
 
     async def __aenter__(self) -> "Trainer":
         self._scratch = scratch_folder("trainer")
         try:
             self._ranks = await self._spawn()
+            self.info = (await self._call("facts"))[0]
         except BaseException:
-            shutil.rmtree(self._scratch, ignore_errors=True)
+            await self.__aexit__()
             raise
         return self
 
@@ -72,31 +87,54 @@ class Trainer:
         await asyncio.gather(*(rank.close() for rank in self._ranks))
         shutil.rmtree(self._scratch, ignore_errors=True)
 
-    async def step(self, rows: Sequence[Row], spec: StepSpec, optim: OptimConfig) -> dict[str, float]:
+    async def step(
+        self, rows: Sequence[Row], spec: StepSpec, optim: OptimConfig, *, role: str = "policy"
+    ) -> dict[str, float]:
         """One optimizer step on `rows`, whose scales are set. Without rows nothing changes."""
         if not rows:
             return {"loss": 0.0, "tokens/trained": 0.0, "skipped_empty": 1.0}
-        shares = self._shares(rows)
-        results = await self._call("step", [{"batches": share} for share in shares], spec=spec, optim=optim)
-        metrics: dict[str, float] = results[0]
-        return metrics
+        shares, ratio = await asyncio.to_thread(self._shares, rows, role)
+        each = [{"batches": share} for share in shares]
+        results = await self._call("step", each, spec=spec, optim=optim, role=role)
+        sizes = [sum(len(row.ids) for batch in share for row in batch.rows) for share in shares]
+        balance = max(sizes) * len(sizes) / max(1, sum(sizes))
+        return {**results[0], "tree_token_ratio": ratio, "micro_batches": float(len(shares[0])), "imbalance": balance}
 
-    async def score(self, rows: Sequence[Row], *, temperature: float) -> list[list[float]]:
-        """Logprob of every token of every row (0.0 for the first), in the order of `rows`."""
-        shares = self._shares(rows)
-        results = await self._call("score", [{"batches": share} for share in shares], temperature=temperature)
+    async def score(self, rows: Sequence[Row], ask: ScoreSpec | None = None, *, role: str = "policy") -> list[Scores]:
+        """What a role's model says about the owned tokens of every row, in the order of `rows`."""
+        if not rows:
+            return []
+        shares, _ = await asyncio.to_thread(self._shares, rows, role)
+        each = [{"batches": share} for share in shares]
+        results = await self._call("score", each, ask=ask or ScoreSpec(), role=role)
         by_row = {
-            id(row): line
+            id(row): answer
             for share, scored in zip(shares, results, strict=True)
-            for batch, lines in zip(share, scored, strict=True)
-            for row, line in zip(batch, lines, strict=False)
+            for batch, answers in zip(share, scored, strict=True)
+            for row, answer in zip(batch.rows, answers, strict=True)
         }
         return [by_row[id(row)] for row in rows]
 
-    async def weights(self, version: WeightVersion, directory: Path) -> Weights:
-        """A published snapshot in `directory` as an HF model directory."""
-        await self._call("export", directory=str(directory))
-        return Weights(version=version, directory=directory)
+    async def weights(self, version: WeightVersion, directory: Path, *, dtype: str = "float32") -> Weights:
+        """A published snapshot in `directory`: an HF model, or the adapter where one is trained."""
+        adapter = self.config.compute.lora
+        kind = "full" if adapter is None else "adapter"
+        await self._call("export", directory=str(directory), dtype=dtype, kind=kind)
+        return Weights(version=version, directory=directory, adapter=adapter.name if adapter else None)
+
+    async def delta(
+        self, version: WeightVersion, directory: Path, path: Path, *, dtype: str, base: WeightVersion
+    ) -> dict[str, Any] | None:
+        """Write what changed since `base` to `path`; facts about the file. None: a whole directory was written."""
+        settings: dict[str, Any] = {
+            "directory": str(directory),
+            "path": str(path),
+            "dtype": dtype,
+            "version": version,
+            "base": base,
+        }
+        facts: dict[str, Any] | None = (await self._call("export_delta", **settings))[0]
+        return facts
 
     async def tensors(self, version: WeightVersion) -> Weights:
         """A snapshot by value, for engines in this process (ranks=0)."""
@@ -104,17 +142,32 @@ class Trainer:
             raise TrainerError("weights by value need trainer.ranks=0; use publish.kind=safetensors")
         return Weights(version=version, tensors=(await self._call("tensors"))[0])
 
+    async def export(self, directory: Path) -> Path:
+        """The whole model, an adapter merged in, as an HF model directory."""
+        await self._call("export", directory=str(directory))
+        return directory
+
     async def save(self, directory: Path) -> None:
-        """Every rank writes its part of a checkpoint."""
+        """Begin a checkpoint: it is written in the background, and complete when `saved` says so."""
         await self._call("save", directory=str(directory))
+
+    async def saved(self, *, wait: bool = False) -> bool:
+        """Whether every rank has written its part of the last checkpoint."""
+        return all(await self._call("saved", wait=wait))
 
     async def load(self, directory: Path) -> None:
         """Every rank restores."""
         await self._call("load", directory=str(directory))
 
-    def _shares(self, rows: Sequence[Row]) -> list[list[list[Row]]]:
-        budget = max(self.config.compute.micro_tokens, max(len(row.ids) for row in rows))
-        return micro_batches(rows, ranks=len(self._ranks), tokens=budget)
+    def _shares(self, rows: Sequence[Row], role: str) -> tuple[list[list[MicroBatch]], float]:
+        """Micro-batches of every rank, and row tokens over unique tokens."""
+        compute = self.config.compute
+        budget = max(compute.micro_tokens, max(len(row.ids) for row in rows))
+        info = self.info.get(role)
+        may = info is not None and info.packs and compute.layout != "rows"
+        ratio = token_ratio(rows) if may else 1.0
+        packed = may and (compute.layout == "packed" or ratio >= PACK_ABOVE)
+        return micro_batches(rows, ranks=len(self._ranks), tokens=budget, packed=packed), ratio
 
     async def _call(self, method: str, each: Sequence[dict[str, Any]] | None = None, **same: Any) -> list[Any]:
         """Call a collective on every rank. A failed rank would hang the others, so the first failure ends them all."""
@@ -138,6 +191,7 @@ class Trainer:
             "backend": self.config.backend,
             "config": self.config.compute,
             "seed": self._seed,
+            "others": self._others,
             "rendezvous": str(self._scratch / "rendezvous"),
         }
         if self.config.ranks == 0:

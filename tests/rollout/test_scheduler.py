@@ -150,6 +150,13 @@ async def test_a_group_with_one_loss_goes_on_without_it(rollout_of):
     assert [e.reward for e in group.episodes] == [1.0, 0.0]
 
 
+def admitted(rollout):
+    """Tasks that were begun and not trained, whether they are kept or must be run again."""
+    state = rollout.state()
+    done = [group.seq for group in state["groups"] if group.id not in state["unfinished"]]
+    return sorted(done + state["pending"] + [g.seq for g in state["groups"] if g.id in state["unfinished"]])
+
+
 async def test_a_straggler_that_became_too_old_is_retried_or_kept_or_dropped(rollout_of):
     for policy, taken, pending in (("retry", [2, 3], [0, 1]), ("drop", [2, 3], [4, 5]), ("keep", [0, 1], [2, 3])):
         runner = Runner()
@@ -161,7 +168,7 @@ async def test_a_straggler_that_became_too_old_is_retried_or_kept_or_dropped(rol
         groups = await asyncio.wait_for(rollout.take(2), 2)
         await settle()
         seqs = sorted(g.seq for g in groups)
-        assert (seqs, rollout.state()["pending"]) == (taken, sorted(taken + pending))
+        assert (seqs, admitted(rollout)) == (taken, sorted(taken + pending))
         await rollout.close()
 
 
@@ -216,16 +223,48 @@ async def test_what_take_was_cancelled_with_is_not_lost(rollout_of):
     taking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await taking
-    assert rollout.state()["pending"] == [0, 1]
+    assert admitted(rollout) == [0, 1]
     assert len(await rollout.take(2)) == 2
 
 
-async def test_groups_that_a_failed_step_was_given_are_run_again_on_resume(rollout_of):
+async def test_groups_that_a_failed_step_was_given_come_back_on_resume_as_they_were(rollout_of):
     rollout = rollout_of(Runner(), max_staleness=0)
-    given = [g.seq for g in await rollout.take(2)]
-    assert (given, rollout.state()) == ([0, 1], {"next": 2, "pending": [0, 1]})
+    given = await rollout.take(2)
+    state = rollout.state()
+    assert (state["next"], state["groups"]) == (2, given)
+    runner = Runner()
+    again = rollout_of(runner, max_staleness=0, state=state)
+    assert await again.take(2) == given
+    assert runner.jobs == []
     rollout.advance(1)
-    assert 0 not in rollout.state()["pending"]
+    assert rollout.state()["groups"] == []
+
+
+async def test_a_group_that_was_half_done_goes_on_with_the_episodes_it_lacks(rollout_of):
+    runner = Runner(gated=True)
+    rollout = rollout_of(runner, max_staleness=0, group_size=4, max_episodes=3)
+    rollout.start()
+    await settle()
+    runner.gate.set()  # three of the first four episodes end, then everything else
+    runner.gate.clear()
+    await settle()
+    state = rollout.state()
+    done = {group.id: [episode.index for episode in group.episodes] for group in state["groups"]}
+    second = Runner()
+    resumed = rollout_of(second, max_staleness=0, group_size=4, state=state)
+    groups = await resumed.take(2)
+    assert sorted(g.seq for g in groups) == [0, 1]
+    assert all([e.index for e in g.episodes] == [0, 1, 2, 3] for g in groups)
+    ran = {(job.group_id, job.index) for job in second.jobs}
+    assert not ran & {(name, index) for name, indices in done.items() for index in indices}
+
+
+async def test_groups_without_difference_are_replaced_when_asked(rollout_of):
+    outcomes = [Scored(reward=1.0), Scored(reward=1.0), Scored(reward=1.0), Scored(reward=0.0)]
+    rollout = rollout_of(Runner(outcomes * 10), max_episodes=1, max_staleness=0, drop_without_difference=True)
+    groups = await rollout.take(2)
+    assert [g.seq for g in groups] == [1, 3]
+    assert rollout.counters()["groups_replaced"] == 2
 
 
 async def test_an_episode_that_cancels_itself_stops_the_run_instead_of_hanging_it(rollout_of):

@@ -6,9 +6,10 @@ import pytest
 
 from miles.errors import RunError, TrainerError
 from miles.runs import RunFolder
-from miles.trainer.loop import Driver, TrainConfig, WarmStartConfig, read_state
+from miles.trainer.checkpoints import read_state
+from miles.trainer.data.rows import demonstration_row
+from miles.trainer.loop import Driver, TrainConfig, WarmStartConfig
 from miles.trainer.publish import PublishConfig, Publisher
-from miles.trainer.rows import demonstration_row
 from miles.trainer.settings import OptimConfig
 from miles.trainer.trainer import Trainer, TrainerConfig
 from miles.types import Tree
@@ -47,6 +48,7 @@ class Sink:
         self.directories.append(weights.directory)
         if weights.directory is not None:
             assert (weights.directory / "model.safetensors").stat().st_size > 0
+        return 0.0
 
 
 class Evaluator:
@@ -137,6 +139,7 @@ async def test_weights_by_value_reach_an_engine_in_this_process(drive):
         async def load(self, weights):
             self.versions.append(weights.version)
             self.names = set(weights.tensors)
+            return 0.0
 
     driver, sink, *_ = drive(Source(), sink=Holder(), publish=PublishConfig(kind="inprocess"))
     await driver.train()
@@ -147,9 +150,11 @@ async def test_weights_by_value_reach_an_engine_in_this_process(drive):
 async def test_evaluation_and_checkpoints_come_as_often_as_asked(drive):
     driver, _, evaluator, folder, _ = drive(Source(), steps=5, eval_every=2, save_every=2, keep_checkpoints=1)
     await driver.train()
+    await driver.save()
     assert evaluator.versions == [0, 2, 4, 5]
+    assert [line["step"] for line in folder.metrics("checkpoint")] == [2, 4, 5]
     (last,) = folder.checkpoints()
-    assert read_state(last) == {"step": 4, "warm_start": 0, "source": {"taken": 8}}
+    assert read_state(last) == {"step": 5, "warm_start": 0, "source": {"taken": 10, "groups": []}}
     assert (last / "hf" / "config.json").exists()
     assert (last / "hf" / "tokenizer.json").exists()
 

@@ -5,15 +5,17 @@ import random
 import signal
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from miles.errors import ConfigError, TrainerError
-from miles.trainer.batch import normalize
-from miles.trainer.losses import token_logprobs
-from miles.trainer.rows import Row
-from miles.trainer.settings import BackendConfig, OptimConfig, StepSpec
+from miles.trainer.algorithms.losses import loss_of
+from miles.trainer.data.batch import normalize
+from miles.trainer.data.rows import Row
+from miles.trainer.model.layout import gather
+from miles.trainer.settings import BackendConfig, OptimConfig, ScoreSpec, StepSpec
 from miles.trainer.trainer import Trainer, TrainerConfig
 
 OPTIM = OptimConfig(lr=1e-3)
@@ -31,8 +33,8 @@ def rows_of(seed, lengths=(20, 31, 8, 15, 27, 5, 12, 30)):
             Row(
                 ids=[rng.randrange(400) for _ in range(n)],
                 owned=owned,
-                logprobs=[-6.0 - rng.random() if own else 0.0 for own in owned],
-                versions=[1 if own else 0 for own in owned],
+                logprobs=[-6.0 - rng.random() for own in owned if own],
+                versions=[1] * sum(owned),
                 episode=f"e{number}",
                 group=f"g{number // 4}",
                 advantage=rng.choice([-1.0, 0.5, 1.0]),
@@ -73,18 +75,27 @@ async def test_two_ranks_and_small_micro_batches_equal_one_process(model, tmp_pa
     assert_same(alone, shared, atol=2e-5 if optim is OPTIM else 5e-4)  # Muon orthogonalises in bfloat16
 
 
+def plain_logprobs(plain, row, temperature=1.0):
+    """(n,) logprobs of a row's owned tokens by a Hugging Face model as it is."""
+    ids = torch.from_numpy(row.ids)
+    logprobs = torch.log_softmax(plain(input_ids=ids[None]).logits[0, :-1].float() / temperature, -1)
+    return logprobs.gather(-1, ids[1:, None])[:, 0][torch.from_numpy(row.owned[1:])]
+
+
+def parted(row, choose):
+    """The row owning only the owned tokens that `choose` (a mask over them) keeps."""
+    owned = row.owned.copy()
+    owned[owned] = choose
+    return replace(row, owned=owned, logprobs=row.logprobs[choose], versions=row.versions[choose])
+
+
 def one_step(model, rows, unit="episode", micro_tokens=8192):
     """Loss and gradients of one step in this process, without FSDP: the reference."""
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    from miles.trainer.losses import policy_loss
-
     total = 0.0
     for row in scaled(rows, unit):
-        ids = torch.tensor([row.ids])
-        logprobs = token_logprobs(plain(input_ids=ids).logits, ids, 1.0)
-        owned = torch.tensor([row.owned])[:, 1:]
-        old = torch.tensor([row.logprobs])[:, 1:]
-        loss, _ = policy_loss(logprobs, old, torch.tensor([row.advantage]), owned, POLICY.policy)
+        tokens = gather((row,), {"logprobs": plain_logprobs(plain, row)}, torch.device("cpu"))
+        loss, _ = loss_of(POLICY)(tokens, POLICY)
         loss = (loss * row.scale).sum()
         loss.backward()
         total += loss.item()
@@ -99,13 +110,10 @@ async def test_padding_packing_and_splitting_change_nothing(model, tmp_path, uni
 
     def split(row):
         """The same episode as two rows: first half of the owned tokens, second half."""
-        places = [place for place, own in enumerate(row.owned) if own]
-        middle = places[len(places) // 2]
-        first = replace(row, owned=[own and place < middle for place, own in enumerate(row.owned)])
-        second = replace(row, owned=[own and place >= middle for place, own in enumerate(row.owned)])
-        return [part for part in (first, second) if part.n_owned]
+        early = np.arange(row.n_owned) < row.n_owned // 2
+        return [part for part in (parted(row, early), parted(row, ~early)) if part.n_owned]
 
-    masked = replace(rows[0], owned=[False] * len(rows[0].ids), episode="e0")
+    masked = parted(rows[0], np.zeros(rows[0].n_owned, dtype=bool))
     variants = [rows, rows[::-1], [part for row in rows for part in split(row)], [*rows, masked]]
     for micro_tokens, variant in zip((8192, 64, 100, 31), variants, strict=True):
         config = TrainerConfig(ranks=0, compute=BackendConfig(micro_tokens=micro_tokens))
@@ -119,27 +127,20 @@ async def test_scores_are_a_plain_forwards_and_keep_the_order(model, tmp_path):
     rows = rows_of(1)
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     async with Trainer(model, tmp_path, TrainerConfig(ranks=0, compute=BackendConfig(micro_tokens=64))) as trainer:
-        scores = await trainer.score(rows, temperature=0.5)
+        scores = await trainer.score(rows, ScoreSpec(temperature=0.5))
     for row, score in zip(rows, scores, strict=True):
-        ids = torch.tensor([row.ids])
         with torch.no_grad():
-            expected = token_logprobs(plain(input_ids=ids).logits, ids, 0.5)[0].tolist()
-        assert score == pytest.approx([0.0, *expected], abs=1e-5)
+            expected = plain_logprobs(plain, row, 0.5).tolist()
+        assert score["logprobs"].tolist() == pytest.approx(expected, abs=1e-5)
 
 
 async def test_the_difference_to_the_engines_logprobs_is_measured_on_tokens_of_this_version(model, tmp_path):
     rows = rows_of(2)
     async with Trainer(model, tmp_path, TrainerConfig(ranks=0)) as trainer:
-        scores = await trainer.score(rows, temperature=1.0)
-        exact = [
-            replace(r, logprobs=[s if o else 0.0 for s, o in zip(line, r.owned, strict=True)])
-            for r, line in zip(rows, scores, strict=True)
-        ]
-        off = replace(
-            exact[0],
-            logprobs=[lp - 0.25 if o else 0.0 for lp, o in zip(exact[0].logprobs, exact[0].owned, strict=True)],
-        )
-        older = replace(off, versions=[0] * len(off.ids))
+        scores = await trainer.score(rows)
+        exact = [replace(row, logprobs=score["logprobs"]) for row, score in zip(rows, scores, strict=True)]
+        off = replace(exact[0], logprobs=exact[0].logprobs - 0.25)
+        older = replace(off, versions=off.versions * 0)
         still = OptimConfig(lr=1e-12)
         assert (await trainer.step(scaled(exact), POLICY, still))["logprob_diff/max"] <= 1e-5
         assert (await trainer.step(scaled([off, *exact[1:]]), POLICY, still))["logprob_diff/max"] == pytest.approx(
@@ -159,7 +160,8 @@ async def test_a_resumed_run_goes_on_bit_by_bit(model, tmp_path, optim):
     async with Trainer(model, tmp_path, config) as trainer:
         await steps(trainer, [0, 1])
         await trainer.save(tmp_path / "saved")
-        expected = await steps(trainer, [2, 3])
+        expected = await steps(trainer, [2, 3])  # while the checkpoint is being written
+        assert await trainer.saved(wait=True)
     async with Trainer(model, tmp_path, config) as trainer:
         await trainer.load(tmp_path / "saved")
         assert await steps(trainer, [2, 3]) == expected
@@ -170,6 +172,7 @@ async def test_a_checkpoint_of_two_ranks_resumes_on_one(model, tmp_path):
         await trainer.step(scaled(rows_of(0)), POLICY, OPTIM)
         await trainer.save(tmp_path / "saved")
         expected = await trainer.step(scaled(rows_of(1)), POLICY, OPTIM)
+        assert await trainer.saved(wait=True)
     async with Trainer(model, tmp_path, TrainerConfig(ranks=0)) as trainer:
         await trainer.load(tmp_path / "saved")
         resumed = await trainer.step(scaled(rows_of(1)), POLICY, OPTIM)
@@ -182,12 +185,13 @@ async def test_after_a_trainer_that_could_not_start_another_one_starts(model, tm
         async with Trainer(tmp_path / "no-model", tmp_path, TrainerConfig(ranks=0)):
             pass
     async with Trainer(model, tmp_path, TrainerConfig(ranks=0)) as trainer:
-        assert await trainer.score(rows_of(0)[:1], temperature=1.0)
+        assert await trainer.score(rows_of(0)[:1])
 
 
 async def test_a_broken_checkpoint_says_so(model, tmp_path):
     async with Trainer(model, tmp_path, TrainerConfig(ranks=0)) as trainer:
         await trainer.save(tmp_path / "saved")
+        await trainer.saved(wait=True)
         for path in (tmp_path / "saved" / "dcp").iterdir():
             path.unlink()
         with pytest.raises(TrainerError, match="resume from an older one"):
@@ -227,7 +231,7 @@ async def test_a_dead_rank_ends_the_step_and_names_its_log(model, tmp_path):
 async def test_other_settings_keep_the_optimizers_moments(model, tmp_path):
     async with Trainer(model, tmp_path, TrainerConfig(ranks=0)) as trainer:
         await trainer.step(scaled(rows_of(0)), POLICY, OPTIM)
-        inner = trainer._ranks[0]._rank._backend
+        inner = trainer._ranks[0]._rank.roles["policy"]
         first = inner.optimizer
         await trainer.step(scaled(rows_of(1)), POLICY, OptimConfig(lr=5e-4))
         assert inner.optimizer is first

@@ -39,8 +39,8 @@ class Engine(Protocol):
         """
         ...
 
-    async def load(self, weights: Weights) -> None:
-        """Serve new weights from now on without dropping requests in flight."""
+    async def load(self, weights: Weights) -> float:
+        """Serve new weights from now on without dropping requests in flight; seconds in which sampling stood still."""
         ...
 
     async def close(self) -> None:

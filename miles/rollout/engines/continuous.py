@@ -6,7 +6,9 @@ are prefilled again under the new weights, so that every sampled token's logprob
 the version it carries. Mode `keep` goes on with the old keys and values, as SGLang's in-place mode.
 """
 
+import json
 import os
+import shutil
 import threading
 import time
 from collections.abc import Mapping
@@ -20,10 +22,11 @@ from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.utils.logging import disable_progress_bar
 
+from miles.deltas import LocalCheckpoint
 from miles.errors import EngineError, EngineLost
 from miles.models import load_model
-from miles.processes import Reply, deferred
-from miles.types import Finish, Generated
+from miles.processes import Reply, deferred, scratch_folder
+from miles.types import Finish, Generated, Weights
 
 __all__ = ["ContinuousEngine"]
 
@@ -63,6 +66,8 @@ class ContinuousEngine:
         self._version = version
         self._on_update = on_update
         self._updates = [(0.0, version)]
+        self._local: LocalCheckpoint | None = None
+        self._first: dict[str, torch.Tensor] = {}  # weights below an adapter
         self._pending: dict[str, _Pending] = {}
         self._lock = threading.Lock()
         generation = GenerationConfig(
@@ -117,25 +122,53 @@ class ContinuousEngine:
         if pending is not None:
             pending.reply(Generated(output_ids=(), logprobs=(), versions=(), finish=Finish.ABORT))
 
-    def load_directory(self, directory: str, version: int) -> None:
-        """Read every *.safetensors of `directory` and serve it as `version`."""
-        tensors: dict[str, torch.Tensor] = {}
-        for path in sorted(Path(directory).glob("*.safetensors")):
-            tensors.update(load_file(path))
-        if not tensors:
+    def load_published(self, weights: Weights) -> float:
+        """Serve a published version: a directory, a directory and deltas, or an adapter. Seconds of standing still."""
+        directory = weights.directory
+        if directory is None or not any(directory.glob("*.safetensors")):
             raise EngineError(f"no *.safetensors in {directory}; the publisher writes them before it calls load")
-        self.load_tensors(tensors, version)
+        if weights.adapter is not None:
+            return self.load_tensors(self._merged(directory), weights.version)
+        if not weights.deltas:
+            return self.load_tensors(_read(directory), weights.version)
+        if self._local is None:
+            self._local = LocalCheckpoint(scratch_folder("received", directory.parent.parent))
+        changed = self._local.sync(directory, weights.deltas)
+        tensors = _read(self._local.directory)
+        return self.load_tensors({n: t for n, t in tensors.items() if changed is None or n in changed}, weights.version)
 
-    def load_tensors(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
-        """Copy weights by their HF names between two steps of the loop. Partial sets are allowed."""
+    def _merged(self, directory: Path) -> dict[str, torch.Tensor]:
+        """The weights that an adapter changes: W + alpha/r * B A, from the first weights and peft's files."""
+        settings = json.loads((directory / "adapter_config.json").read_text())
+        scale = settings["lora_alpha"] / settings["r"]
+        adapter = _read(directory)
+        own = self._model.state_dict()
+        merged = {}
+        for name, a in adapter.items():
+            if not name.endswith(".lora_A.weight"):
+                continue
+            target = name.removeprefix("base_model.model.").replace(".lora_A.weight", ".weight")
+            if target not in own:
+                raise EngineError(
+                    f"the adapter changes {target}, which this model does not have: is it the same model?"
+                )
+            base = self._first.setdefault(target, own[target].clone())
+            b = adapter[name.replace(".lora_A.", ".lora_B.")]
+            merged[target] = (base.float() + scale * (b.float() @ a.float()).to(base.device)).to(base.dtype)
+        return merged
+
+    def load_tensors(self, tensors: Mapping[str, torch.Tensor], version: int) -> float:
+        """Copy weights by their HF names between two steps of the loop. Partial sets are allowed. Seconds of pause."""
         own = self._model.state_dict()
         unknown = [name for name in tensors if name not in own]
         if unknown:
             raise EngineError(f"published weights {unknown[:3]} are not in this model; are the two the same model?")
         with self._manager.pause(), torch.no_grad(), self._lock:
+            began = time.monotonic()
             for name, tensor in tensors.items():
                 own[name].copy_(tensor)
             self._mark_and_forget(version)
+            return time.monotonic() - began
 
     def _mark_and_forget(self, version: int) -> None:
         """Inside a pause: note where each request's next version begins, drop stale keys and values."""
@@ -215,3 +248,12 @@ class ContinuousEngine:
         self._closing = True
         self._manager.stop(block=True, timeout=10, hard_stop=True)
         self._dispatcher.join(timeout=2)
+        if self._local is not None:
+            shutil.rmtree(self._local.directory, ignore_errors=True)
+
+
+def _read(directory: Path) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        tensors.update(load_file(path))
+    return tensors

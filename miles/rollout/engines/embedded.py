@@ -99,15 +99,17 @@ class EmbeddedEngine:
             raise
         return generated
 
-    async def load(self, weights: Weights) -> None:
+    async def load(self, weights: Weights) -> float:
         if weights.directory is None:
             raise EngineError("the embedded engine process loads weights from a directory: publish.kind=safetensors")
         self._weights = weights
         worker = await self._ready()
         try:
-            await worker.call("load_directory", directory=str(weights.directory), version=weights.version)
+            pause_s: float = await worker.call("load_published", weights=weights)
         except EngineLost:
             await self._ready()  # a fresh process starts at self._weights
+            return 0.0
+        return pause_s
 
     async def close(self) -> None:
         if self._starting is not None:
@@ -157,7 +159,7 @@ class EmbeddedEngine:
         )
         try:
             if self._weights.directory is not None:
-                await worker.call("load_directory", directory=str(self._weights.directory), version=self.version)
+                await worker.call("load_published", weights=self._weights)
         except BaseException:
             self.deaths += 1
             await worker.close(grace_s=0)

@@ -74,12 +74,13 @@ class InProcessEngine:
             self._core.abort(name)
             raise
 
-    async def load(self, weights: Weights) -> None:
+    async def load(self, weights: Weights) -> float:
         if weights.tensors is not None:
-            await asyncio.to_thread(self._core.load_tensors, weights.tensors, weights.version)
+            pause_s: float = await asyncio.to_thread(self._core.load_tensors, weights.tensors, weights.version)
         else:
-            await asyncio.to_thread(self._core.load_directory, str(weights.directory), weights.version)
+            pause_s = await asyncio.to_thread(self._core.load_published, weights)
         self._version = weights.version
+        return pause_s
 
     async def close(self) -> None:
         if self._core is not None:

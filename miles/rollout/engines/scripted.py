@@ -93,8 +93,9 @@ class ScriptedEngine:
         ids = self._encode(reply)
         return [*ids, self._stop_token] if self._stop_token is not None else ids
 
-    async def load(self, weights: Weights) -> None:
+    async def load(self, weights: Weights) -> float:
         self._version = weights.version
+        return 0.0
 
     async def close(self) -> None:
         return None

@@ -7,12 +7,16 @@ carries the oldest that it may have: the one that was served when the request wa
 
 import asyncio
 import json
+import shutil
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import httpx
 
+from miles.deltas import LocalCheckpoint
 from miles.errors import ConfigError, EngineError, EngineLost
+from miles.processes import scratch_folder
 from miles.rollout.engines.base import OnTokens
 from miles.types import Finish, Generated, GenerateRequest, Weights, WeightVersion
 
@@ -32,6 +36,8 @@ class SGLangEngine:
         )
         self._aborts: set[asyncio.Task[None]] = set()
         self._version: WeightVersion = 0
+        self._local: LocalCheckpoint | None = None
+        self._adapters: list[str] = []  # loaded ones, the newest last
         self._context_length = 0
         self.model_path = ""
 
@@ -89,6 +95,9 @@ class SGLangEngine:
             "return_logprob": True,
             "stream": on_tokens is not None,
         }
+        adapter = self._adapters[-1] if self._adapters else None
+        if adapter is not None:
+            body["lora_path"] = adapter
         try:
             reply = await self._stream(body, on_tokens) if on_tokens is not None else await self._whole(body)
             finished = True
@@ -97,7 +106,10 @@ class SGLangEngine:
         finally:
             if not finished:
                 self._abort_soon(request.id)
-        return _generated(reply, began)
+        generated = _generated(reply, began)
+        if adapter is None:
+            return generated
+        return replace(generated, versions=(began,) * len(generated.output_ids))  # the server knows only its base's
 
     async def _whole(self, body: dict[str, Any]) -> dict[str, Any]:
         reply = await self._http.post("/generate", json=body)
@@ -142,15 +154,24 @@ class SGLangEngine:
         except (httpx.HTTPError, RuntimeError):
             return  # gone, or closed meanwhile: then it generates for nobody no more
 
-    async def load(self, weights: Weights) -> None:
-        """Load a directory of safetensors that the server can read too."""
+    async def load(self, weights: Weights) -> float:
+        """Load a directory of safetensors, or a directory and deltas, or an adapter, that the server can read too."""
         if weights.directory is None:
-            raise EngineError("an SGLang server takes weights from a directory: publish.kind=safetensors")
+            raise EngineError("an SGLang server takes weights from a directory: publish.kind=safetensors or delta")
+        if weights.adapter is not None:
+            return await self._load_adapter(weights)
+        directory = weights.directory
+        if weights.deltas:  # a stock server knows no deltas: it loads a copy that we keep up to date
+            if self._local is None:
+                self._local = LocalCheckpoint(scratch_folder("received", directory.parent.parent))
+            await asyncio.to_thread(self._local.sync, directory, weights.deltas)
+            directory = self._local.directory
         body = {
-            "model_path": str(weights.directory),
+            "model_path": str(directory),
             "weight_version": str(weights.version),
             "flush_cache": False,
         }
+        began = asyncio.get_running_loop().time()
         await self._http.post("/pause_generation", json={"mode": "retract"})
         try:
             reply = await self._http.post("/update_weights_from_disk", json=body)
@@ -158,12 +179,29 @@ class SGLangEngine:
             await self._http.post("/continue_generation", json={})
         _refuse_errors(reply.status_code, reply.text)
         self._version = weights.version
+        return asyncio.get_running_loop().time() - began
+
+    async def _load_adapter(self, weights: Weights) -> float:
+        """A new name for every version: requests in flight go on with the adapter that they began with."""
+        name = f"{weights.adapter}-v{weights.version}"
+        reply = await self._http.post(
+            "/load_lora_adapter", json={"lora_name": name, "lora_path": str(weights.directory)}
+        )
+        _refuse_errors(reply.status_code, reply.text)
+        self._adapters.append(name)
+        self._version = weights.version
+        for old in self._adapters[:-2]:
+            await self._http.post("/unload_lora_adapter", json={"lora_name": old})
+        self._adapters = self._adapters[-2:]
+        return 0.0
 
     async def close(self) -> None:
         """Let go of the server; it goes on running."""
         if self._aborts:
             await asyncio.wait(self._aborts, timeout=2.0)
         await self._http.aclose()
+        if self._local is not None:
+            shutil.rmtree(self._local.directory, ignore_errors=True)
 
 
 async def _events(reply: httpx.Response) -> AsyncIterator[dict[str, Any]]:

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from miles.errors import EngineError
 from miles.rollout.engines.continuous import ContinuousEngine
-from miles.types import Finish
+from miles.types import Finish, Weights
 
 
 class Answers:
@@ -118,7 +118,7 @@ def test_weights_change_in_mid_generation_and_every_token_belongs_to_its_version
         directory = tmp_path / f"v{version}"
         directory.mkdir()
         save_file({k: v.contiguous() for k, v in plain[version].named_parameters()}, directory / "model.safetensors")
-        engine.load_directory(str(directory), version)
+        engine.load_published(Weights(version=version, directory=directory))
     replies = answers.wait(*names)
     for name, reply in zip(names, replies, strict=True):
         assert list(reply.versions) == sorted(reply.versions)
@@ -155,4 +155,4 @@ def test_weights_of_another_model_are_refused(engine_of, tmp_path):
     with pytest.raises(EngineError, match="not in this model"):
         engine.load_tensors({"no.such.weight": torch.zeros(1)}, 1)
     with pytest.raises(EngineError, match=r"no \*.safetensors"):
-        engine.load_directory(str(tmp_path), 1)
+        engine.load_published(Weights(version=1, directory=tmp_path))

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from miles.trainer.optim import Optimizer
+from miles.trainer.model.optim import Optimizer
 from miles.trainer.settings import OptimConfig
 
 

@@ -38,12 +38,33 @@ class Optimizer:
     def step(self) -> float:
         """Apply the gradients; returns the learning rate used."""
         lr = self.learning_rate(self.steps)
+        if self.config.offload:
+            self._move_moments(None)
         for part in self.parts:
             for group in part.param_groups:
                 group["lr"] = lr
             part.step()
+        if self.config.offload:
+            self._move_moments(torch.device("cpu"))
         self.steps += 1
         return lr
+
+    def _move_moments(self, device: torch.device | None) -> None:
+        """To a device, or (None) to where each parameter is. AdamW's step counters stay on the CPU."""
+        for part in self.parts:
+            for parameter, moments in part.state.items():
+                for key, value in moments.items():
+                    if key != "step":
+                        moments[key] = value.to(parameter.device if device is None else device)
+
+    def fill(self) -> None:
+        """Make the state tensors that the first update would make, so that a checkpoint can be read into them."""
+        for part in self.parts:
+            for parameter in (p for group in part.param_groups for p in group["params"]):
+                names = ("momentum_buffer",) if isinstance(part, torch.optim.Muon) else ("exp_avg", "exp_avg_sq")
+                part.state[parameter] |= {name: torch.zeros_like(parameter) for name in names}
+                if "exp_avg" in names:
+                    part.state[parameter]["step"] = torch.tensor(0.0)
 
     def adjust(self, config: OptimConfig) -> None:
         """Go on with other settings and the same moments; the kind must stay."""

@@ -1,0 +1,1 @@
+"""What is minimised: advantages, corrections, losses."""

@@ -1,0 +1,40 @@
+"""What a loss sees: the owned tokens of one micro-batch, as flat vectors. K is how many there are."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+__all__ = ["Tokens"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """All tensors are (K,) unless said otherwise. Only what the model computed has a gradient.
+
+    logprobs: under the weights now; entropy: of the position's whole distribution; candidates (K, C): logprobs of
+    `tracks["candidate_ids"]`; values: the critic's, before the token. `old` are the engine's logprobs, `row` numbers
+    the rows of the micro-batch from 0 to `rows` - 1. A loss returns (K,); each entry is multiplied by its `scale`.
+    """
+
+    logprobs: Tensor
+    old: Tensor
+    advantages: Tensor
+    scales: Tensor
+    versions: Tensor
+    row: Tensor
+    rows: int
+    tracks: Mapping[str, Tensor] = field(default_factory=dict)
+    entropy: Tensor | None = None
+    candidates: Tensor | None = None
+    values: Tensor | None = None
+
+    def sum_by_row(self, values: Tensor) -> Tensor:
+        """(rows,) sums of a (K,) vector over each row's tokens."""
+        return torch.zeros(self.rows, dtype=values.dtype, device=values.device).index_add(0, self.row, values)
+
+    def mean_by_row(self, values: Tensor) -> Tensor:
+        """(K,) each token with its row's mean."""
+        counts = self.sum_by_row(torch.ones_like(values)).clamp(min=1)
+        return (self.sum_by_row(values) / counts)[self.row]

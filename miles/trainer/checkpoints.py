@@ -1,0 +1,61 @@
+"""A run's checkpoints: begun between two steps, written beside the next ones, counted when complete."""
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from miles.runs import RunFolder
+from miles.trainer.trainer import Trainer
+from miles.types import Group, from_json, to_json
+
+__all__ = ["Checkpoints", "read_state"]
+
+_GROUPS = "groups.jsonl"
+
+
+class Checkpoints:
+    """Writes one checkpoint at a time; `tell` hears of each that is complete."""
+
+    def __init__(
+        self, trainer: Trainer, folder: RunFolder, *, keep: int, tell: Callable[[str, Mapping[str, Any]], None]
+    ) -> None:
+        self._trainer, self._folder, self._keep, self._tell = trainer, folder, keep, tell
+        self._open: tuple[Path, dict[str, Any]] | None = None
+
+    async def begin(self, step: int, state: Mapping[str, Any], *, wait: bool) -> Path | None:
+        """Copy what is needed and begin to write it; its path if `wait`. A key `source.groups` holds groups."""
+        await self.complete(wait=True)
+        partial = self._folder.new_checkpoint(step)
+        source = dict(state.get("source") or {})
+        groups: list[Group] = list(source.pop("groups", ()))
+        await asyncio.to_thread(_write_groups, partial / _GROUPS, groups)
+        await self._trainer.save(partial)
+        self._open = partial, {**state, "source": source}
+        return await self.complete(wait=wait)
+
+    async def complete(self, *, wait: bool = False) -> Path | None:
+        """Make the checkpoint count that was begun last, once all of it is written."""
+        if self._open is None or not await self._trainer.saved(wait=wait):
+            return None
+        (partial, state), self._open = self._open, None
+        path = self._folder.finish_checkpoint(partial, state, keep=self._keep)
+        self._tell("checkpoint", {"step": state["step"], "path": str(path)})
+        return path
+
+
+def _write_groups(path: Path, groups: list[Group]) -> None:
+    with path.open("wb") as file:
+        for group in groups:
+            file.write(to_json(group) + b"\n")
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """The driver's part of a checkpoint: step, data cursor, groups that were finished and not trained yet."""
+    state: dict[str, Any] = json.loads((checkpoint / "state.json").read_text())
+    path = checkpoint / _GROUPS
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    if isinstance(state.get("source"), dict):
+        state["source"]["groups"] = [from_json(Group, line) for line in lines]
+    return state

@@ -1,0 +1,1 @@
+"""What trees become before any tensor exists: rows, batches, micro-batches."""

@@ -1,0 +1,1 @@
+"""What computes: the sharded model, its attention over trees, its head, its optimizer."""
