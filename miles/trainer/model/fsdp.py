@@ -57,7 +57,7 @@ class FsdpBackend:
         if config.lora is not None and not critic:
             lora.inject(lm, config.lora)
         if config.checkpoint_activations:
-            lm.gradient_checkpointing_enable({"use_reentrant": False})
+            lm.activation_checkpointing_enable({"use_reentrant": False})
         self.replay = RoutingReplay(lm)
         self.policy: Any = Policy(lm, chunk=config.head_chunk, kind=config.head if cuda else "chunked", critic=critic)
         self.lm = lm

@@ -50,7 +50,7 @@ class Policy(nn.Module):
             return _of_logits(logits, targets_K, temperature, entropy, candidates_KC, top)
         hidden = self.lm.base_model(**given).last_hidden_state.flatten(0, 1)[picks_K]
         if self.value is not None:
-            return {"values": self.value(hidden).squeeze(-1).float()}
+            return {"values": self.value(hidden).squeeze(-1).float().clone()}  # FSDP cannot hook a view
         head = self.lm.get_output_embeddings()
         if self.kind == "liger" and candidates_KC is None and not entropy and not top and len(picks_K):
             return {"logprobs": _liger(hidden / temperature, head, targets_K)}

@@ -38,7 +38,9 @@ def inject(model: Any, config: LoraConfig) -> None:
 @contextlib.contextmanager
 def without_adapter(model: Any) -> Iterator[None]:
     """The first weights: what KL and preferences are measured against, without a second model."""
-    layers = [module for module in model.modules() if hasattr(module, "enable_adapters")]
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
     for layer in layers:
         layer.enable_adapters(False)
     try:
