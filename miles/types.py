@@ -267,7 +267,8 @@ class Group:
 class GenerateRequest:
     """What an engine is asked. `session` is the affinity key; `max_tokens` counts new tokens.
 
-    `prompt_ids` is any sequence of ints, often an `array`.
+    `prompt_ids` is any sequence of ints, often an `array`. An engine that records routing answers with the experts of
+    every token that the model reads from place `routing_from` on.
     """
 
     id: str
@@ -275,6 +276,7 @@ class GenerateRequest:
     prompt_ids: Sequence[int]
     max_tokens: int
     stop_token_ids: tuple[int, ...] = ()
+    routing_from: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,10 @@ from miles.config import apply_overrides, build, dump_toml, read_toml
 from miles.errors import ConfigError
 from miles.recipes.compose import check_plugins, resume
 from miles.recipes.compose import launch as launch_run
-from miles.recipes.config import RunConfig, load_recipe
+from miles.recipes.config import RunConfig, is_offline, recipe_path
+from miles.recipes.offline import OfflineRun, check, launch_offline, resume_offline
 from miles.runs import RunFolder
+from miles.types import Reporter
 
 __all__ = ["launch"]
 
@@ -26,19 +28,31 @@ def launch(options: argparse.Namespace) -> int:
             raise ConfigError("give either a recipe or --resume RUN: a resumed run keeps its own recipe")
         named = Path("runs") / options.resume  # a name, as `miles runs list` shows it
         folder = RunFolder.open(named if (named / "config.toml").is_file() else options.resume)
-        config = build(RunConfig, apply_overrides(RunConfig, read_toml(folder.config), overrides))
+        data = read_toml(folder.config)
     elif options.recipe is not None and "=" not in options.recipe:
-        config = load_recipe(options.recipe, options.overrides)
+        folder, overrides = None, options.overrides
+        data = read_toml(recipe_path(options.recipe))
     else:
         raise ConfigError("which recipe? `miles recipe list` shows them")
+    config: RunConfig | OfflineRun
+    if is_offline(data):
+        config = build(OfflineRun, apply_overrides(OfflineRun, data, overrides))
+    else:
+        config = build(RunConfig, apply_overrides(RunConfig, data, overrides))
     if options.dry_run:
-        check_plugins(config)
+        check(config) if isinstance(config, OfflineRun) else check_plugins(config)
         print(dump_toml(config), end="")
         return 0
     with make_reporter(plain=options.plain) as reporter:
         try:
-            run = resume(folder, config, reporter) if options.resume is not None else launch_run(config, reporter)
-            asyncio.run(run)
+            asyncio.run(_run(folder, config, reporter))
         except asyncio.CancelledError:
             return 130
     return 0
+
+
+async def _run(folder: RunFolder | None, config: RunConfig | OfflineRun, reporter: Reporter) -> None:
+    if isinstance(config, OfflineRun):
+        await (launch_offline(config, reporter) if folder is None else resume_offline(folder, config, reporter))
+    else:
+        await (launch_run(config, reporter) if folder is None else resume(folder, config, reporter))

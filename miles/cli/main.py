@@ -35,10 +35,15 @@ def parser() -> argparse.ArgumentParser:
     show.add_argument("recipe")
     show.set_defaults(call="miles.cli.show:recipe_show")
 
-    runs = commands.add_parser("runs", help="list and show runs").add_subparsers(dest="what", required=True)
+    runs = commands.add_parser("runs", help="list, show and save runs").add_subparsers(dest="what", required=True)
     listed = runs.add_parser("list", help="runs of a folder")
     shown = runs.add_parser("show", help="one run: config, steps, evaluation, outcomes")
     shown.add_argument("run", help="a run folder, or its name")
+    saved = runs.add_parser("save", help="have a run that is going on write a checkpoint now")
+    saved.add_argument("run", help="a run folder, or its name")
+    saved.add_argument("--root", type=Path, default=Path("runs"), help="folder of runs (default: runs)")
+    saved.add_argument("--wait", type=float, default=600.0, metavar="SECONDS", help="how long (default: 600)")
+    saved.set_defaults(call="miles.cli.show:runs_save")
     for command, call in ((listed, "runs_list"), (shown, "runs_show")):
         command.add_argument("--root", type=Path, default=Path("runs"), help="folder of runs (default: runs)")
         command.add_argument("--json", action="store_true", help="machine-readable")

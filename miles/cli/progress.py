@@ -62,6 +62,10 @@ class PlainReporter:
             yield from (f"{name}: {value}" for name, value in data.items())
         elif kind == "warm_start" and (data["step"] % 50 == 0 or data["step"] == data["steps"]):
             yield f"warm start {data['step']}/{data['steps']}  loss {data['loss']:.3f}"
+        elif kind == "supervised" and (data["step"] % 10 == 0 or data["step"] == data["steps"]):
+            yield f"step {data['step']}/{data['steps']}  loss {data['loss']:.4f}  tok/s {data['tokens_per_s']:.0f}"
+        elif kind == "held_out":
+            yield _held_out_line(data)
         elif kind == "evaluating":
             yield f"evaluating version {data['step']} on held-out tasks"
         elif kind == "eval":
@@ -104,11 +108,15 @@ class RichReporter:
         elif kind == "warm_start":
             self._advance("warm start (supervised)", data["step"], data["steps"])
             self._phase = f"loss {data['loss']:.3f}"
+        elif kind == "supervised":
+            self._advance("learning from a file", data["step"], data["steps"])
+            self._phase = f"loss {data['loss']:.4f}"
         elif kind == "evaluating":
             self._phase = f"evaluating version {data['step']} on held-out tasks"
-        elif kind == "eval":
+        elif kind in ("eval", "held_out"):
             self._phase = ""
-            self._console.print(_eval_line(data), style="green", highlight=False)
+            line = _eval_line(data) if kind == "eval" else _held_out_line(data)
+            self._console.print(line, style="green", highlight=False)
         elif kind == "step":
             self._rewards.append(data["reward/mean"])
             self._steps = [*self._steps, _step_cells(data)][-8:]
@@ -169,11 +177,17 @@ def _eval_line(data: Mapping[str, Any]) -> str:
     )
 
 
+def _held_out_line(data: Mapping[str, Any]) -> str:
+    accuracy = f", preferred {data['accuracy']:.3f}" if "accuracy" in data else ""
+    return f"held-out loss {data['loss']:.4f}{accuracy} at step {data['step']}"
+
+
 def _end_lines(data: Mapping[str, Any], rewards: list[float]) -> Iterator[str]:
     if rewards:
         yield f"reward {sparkline(rewards)} {rewards[0]:.2f} -> {rewards[-1]:.2f}"
     how = "stopped" if data["stopped"] else "finished"
     yield f"{how} at step {data['step']}; everything is in {data['folder']}"
-    yield f"plot: {data['folder']}/reward.png; look again: miles runs show {data['folder']}"
+    plot = f"plot: {data['folder']}/reward.png; " if rewards else ""
+    yield f"{plot}look again: miles runs show {data['folder']}"
     if data["stopped"]:
         yield f"go on: miles launch --resume {data['folder']}"

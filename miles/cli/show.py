@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from miles.cli.progress import sparkline
-from miles.config import dump_toml, read_toml
+from miles.config import build, dump_toml, read_toml
 from miles.errors import ConfigError
-from miles.recipes.config import list_recipes, load_recipe
+from miles.recipes.config import RunConfig, is_offline, list_recipes, recipe_path
+from miles.recipes.offline import OfflineRun
 from miles.runs import RunFolder, list_runs
 
-__all__ = ["recipe_list", "recipe_show", "runs_list", "runs_show"]
+__all__ = ["recipe_list", "recipe_show", "runs_list", "runs_save", "runs_show"]
 
 _COLUMNS = ("step", "reward/mean", "staleness/max", "loss", "grad_norm", "logprob_diff/max", "tokens_per_s")
 
@@ -26,7 +27,8 @@ def recipe_list(options: argparse.Namespace) -> int:
 
 def recipe_show(options: argparse.Namespace) -> int:
     """A recipe with every default filled in."""
-    print(dump_toml(load_recipe(options.recipe)), end="")
+    data = read_toml(recipe_path(options.recipe))
+    print(dump_toml(build(OfflineRun, data) if is_offline(data) else build(RunConfig, data)), end="")
     return 0
 
 
@@ -43,6 +45,23 @@ def runs_list(options: argparse.Namespace) -> int:
     widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
     for line in cells:  # whole names, so that they can be copied from a pipe or a narrow terminal
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    return 0
+
+
+def runs_save(options: argparse.Namespace) -> int:
+    """Ask a run that is going on for a checkpoint, and wait until it is there."""
+    run = _find(options.root, options.run)
+    before = set(run.checkpoints())
+    run.wish_to_save()
+    deadline = time.monotonic() + options.wait
+    while not (new := set(run.checkpoints()) - before):
+        if run.metrics("end") or time.monotonic() > deadline:
+            raise ConfigError(
+                f"{run.path} wrote no checkpoint: is it running? It writes one after its step, if it still is; "
+                "`--wait SECONDS` waits longer"
+            )
+        time.sleep(0.2)
+    print(f"checkpoint {max(new)} (loadable model in hf/)")
     return 0
 
 
@@ -64,6 +83,8 @@ def runs_show(options: argparse.Namespace) -> int:
     print(f"{run.path}\nrecipe {everything['recipe']}, {everything['state']}, step {everything['step']}")
     for line in evaluations:
         print(f"held-out success {_number(line['reward'])} at version {line['version']} ({line['episodes']} episodes)")
+    for line in run.metrics("held_out"):
+        print(f"held-out loss {_number(line['loss'])} at step {line['step']}")
     if steps:
         rewards = [float(step["reward/mean"]) for step in steps]
         print(f"reward {sparkline(rewards)} {rewards[0]:.2f} -> {rewards[-1]:.2f}")
@@ -94,7 +115,8 @@ def _find(root: Path, name: str) -> RunFolder:
 
 
 def _summary(run: RunFolder) -> dict[str, Any]:
-    steps, evaluations, ends = run.metrics("step"), run.metrics("eval"), run.metrics("end")
+    steps = run.metrics("step") or run.metrics("supervised")
+    evaluations, ends = run.metrics("eval"), run.metrics("end")
     state = "running or cut off"
     if ends:
         state = "failed" if "error" in ends[-1] else "stopped" if ends[-1]["stopped"] else "finished"

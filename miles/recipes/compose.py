@@ -3,8 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import resource
-import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
@@ -14,10 +12,11 @@ from typing import Any
 
 from miles.config import build, dump_toml
 from miles.envs.base import Taskset
-from miles.errors import ConfigError, MilesError
+from miles.errors import ConfigError
 from miles.harnesses.base import as_harness
 from miles.recipes.config import RunConfig
 from miles.recipes.plots import plot_rewards
+from miles.recipes.running import Running, ctrl_c, raise_file_limit, rescue
 from miles.recipes.tiny_model import describe, make_tiny_model
 from miles.registry import resolve
 from miles.rollout.engines.base import Engine
@@ -120,9 +119,9 @@ async def _go(
     config: RunConfig, taskset: Taskset, folder: RunFolder, reporter: Reporter, *, checkpoint: Path | None
 ) -> None:
     state = read_state(checkpoint) if checkpoint else None
-    began, running = time.monotonic(), _Running()
-    _raise_file_limit()
-    with _ctrl_c(running, reporter):
+    began, running = time.monotonic(), Running()
+    raise_file_limit()
+    with ctrl_c(running, reporter):
         async with _parts(config, taskset, folder, state, reporter) as parts:
             running.driver = driver = parts.driver
             if checkpoint is not None:
@@ -132,39 +131,12 @@ async def _go(
                     await driver.warm_start(_demonstrations(config, taskset, parts.rendering))
                 await driver.train()
             except Exception as error:  # whatever ended the run, a checkpoint is worth having
-                await _rescue(driver, folder, error)
+                await rescue(driver, folder, error)
                 raise
             await driver.save()
     plot_rewards(folder)
     folder.log("end", {"step": driver.step, "stopped": driver.stop.is_set(), "seconds": time.monotonic() - began})
     reporter.event("end", {"folder": str(folder.path), "stopped": driver.stop.is_set(), "step": driver.step})
-
-
-def _raise_file_limit() -> None:
-    """An episode holds about a dozen file descriptors; take all that the hard limit allows."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    log.debug("file descriptors: %d, before %d", hard, soft)
-
-
-@dataclass(slots=True)
-class _Running:
-    """What a signal finds: nothing that can be stopped yet, or a driver."""
-
-    driver: Driver | None = None
-
-
-async def _rescue(driver: Driver, folder: RunFolder, error: Exception) -> None:
-    """A run that cannot go on leaves a checkpoint, if the trainer still can write one."""
-    try:
-        path = await driver.save()
-        error.add_note(f"saved {path}; go on with `miles launch --resume {folder.path}` when the cause is mended")
-    except MilesError as second:
-        error.add_note(f"no checkpoint could be saved: {second}")
-    with contextlib.suppress(MilesError):  # the disk may be what failed
-        folder.log("end", {"step": driver.step, "error": str(error)})
-        plot_rewards(folder)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,30 +254,6 @@ async def _tick(rollout: AsyncRollout | RolloutSource, reporter: Reporter) -> No
     while True:
         await asyncio.sleep(1.0)
         reporter.event("tick", rollout.now())
-
-
-@contextlib.contextmanager
-def _ctrl_c(running: _Running, reporter: Reporter) -> Iterator[None]:
-    """First Ctrl-C: finish cleanly. Second, or while starting up: at once, still cleaning up."""
-    loop, main = asyncio.get_running_loop(), asyncio.current_task()
-
-    def pressed() -> None:
-        if running.driver is None or running.driver.stop.is_set():
-            if main is not None:
-                main.cancel()
-            return
-        running.driver.stop.set()
-        reporter.event("stopping", {})
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):  # not in the main thread
-            loop.add_signal_handler(number, pressed)
-    try:
-        yield
-    finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
-                loop.remove_signal_handler(number)
 
 
 def _backend(config: RunConfig) -> Any:

@@ -1,6 +1,6 @@
 """What a recipe says: one model of all sections, TOML files, dotted overrides."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from miles.trainer.loop import TrainConfig
 from miles.trainer.publish import PublishConfig
 from miles.trainer.trainer import TrainerConfig
 
-__all__ = ["RunConfig", "list_recipes", "load_recipe", "recipe_path"]
+__all__ = ["ModelSection", "RunConfig", "RunSection", "is_offline", "list_recipes", "load_recipe", "recipe_path"]
 
 _HERE = Path(__file__).parent
 
@@ -137,6 +137,11 @@ def recipe_path(name: str) -> Path:
         known = ", ".join(recipe for recipe, _ in list_recipes())
         raise ConfigError(f"unknown recipe {name!r}; known: {known}; or give a path that ends in .toml")
     return built_in
+
+
+def is_offline(data: Mapping[str, Any]) -> bool:
+    """Whether a recipe learns from a file; then it is an `OfflineRun`."""
+    return "offline" in data
 
 
 def load_recipe(name: str, overrides: Sequence[str] = ()) -> RunConfig:

@@ -93,13 +93,20 @@ class Rendering:
             return ids
 
     def demonstration(self, messages: list[Message], tools: list[ToolSpec]) -> tuple[list[int], list[bool]]:
-        """Ids of a finished conversation and which of them the policy would have sampled."""
+        """Ids of a finished conversation and which of them the policy would have sampled.
+
+        Messages marked `"train": False` are only context.
+        """
         with _refusals():
             clean, shown = self._clean(messages), self._tools(tools)
             rendered = self.renderer.render(clean, tools=shown)
         if not rendered.sampled_mask:
             raise ConfigError("this model family cannot tell sampled tokens from template text; SFT needs a known one")
         ids, sampled = list(rendered.token_ids), list(rendered.sampled_mask)
+        context = {place for place, message in enumerate(messages) if message.get("train") is False}
+        if context:
+            pairs = zip(sampled, rendered.message_indices, strict=True)
+            sampled = [own and of not in context for own, of in pairs]
         opening = self._opening()
         for start in range(len(ids) - len(opening)):  # what the prompt gives is not sampled, as empty think blocks
             if ids[start] == opening[0] and ids[start : start + len(opening)] == opening:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from miles.types import Edge, Finish, Generated, Message, Tree, Turn
+from miles.types import Edge, Finish, Generated, Message, Routing, Tree, Turn
 
 __all__ = ["Ids", "Record", "Records", "first_tokens", "packed"]
 
@@ -37,6 +37,7 @@ class Record:
     prompt_tokens: int
     token: str
     cached_tokens: int = 0
+    routing: Routing | None = None
     stop: str | None = None
     policy: bool = True
     trained: bool = True
@@ -76,6 +77,7 @@ class Record:
             note=self.note,
             asked=dict(self.asked),
             wire=dict(self.wire),
+            routing=self.routing,
         )
 
 
@@ -153,6 +155,7 @@ def packed(generated: Generated) -> dict[str, Any]:
         "versions": _runs(generated.versions),
         "finish": generated.finish,
         "cached_tokens": generated.cached_tokens,
+        "routing": generated.routing,
     }
 
 

@@ -318,6 +318,7 @@ class Session:
             prompt_ids=plan.prompt,
             max_tokens=plan.max_tokens,
             stop_token_ids=plan.model.rendering.stop_ids,
+            routing_from=max(0, len(plan.prompt) - len(plan.added) - 1),
         )
 
     def _commit(
