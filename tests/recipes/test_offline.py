@@ -107,9 +107,10 @@ def test_preferences_are_learned(model, tmp_path, conversations, capsys):
 
 
 def test_a_message_can_be_context_only(rendering, tmp_path, conversations):
-    messages = conversations[0]["messages"]
+    longest = max(conversations, key=lambda line: len(line["messages"]))
+    messages = longest["messages"]
     marked = [{**m, "train": False} if m["role"] == "assistant" else m for m in messages[:-1]] + list(messages[-1:])
-    lines = [conversations[0], {**conversations[0], "messages": marked}]
+    lines = [longest, {**longest, "messages": marked}]
     config = OfflineConfig(path=written(tmp_path / "d.jsonl", lines))
     (whole,), (last_only,) = read_units(config, rendering)
     assert whole.ids.tolist() == last_only.ids.tolist()
@@ -147,7 +148,7 @@ async def test_a_run_writes_a_checkpoint_when_asked_from_outside(model, tmp_path
     path = recipe(tmp_path, model, data, extra="steps = 100000")
     config = build(OfflineRun, read_toml(Path(path)))
     running = asyncio.create_task(launch_offline(config, PlainReporter()))
-    while not (runs := list_runs(tmp_path / "runs")) or not runs[0].metrics("supervised"):
+    while not (runs := list_runs(tmp_path / "runs")) or not runs[0].metrics("supervised"):  # noqa: ASYNC110  files tell nobody
         await asyncio.sleep(0.05)
     assert await asyncio.to_thread(main, ["runs", "save", str(runs[0].path)]) == 0
     assert "loadable model" in capsys.readouterr().out
