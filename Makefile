@@ -27,6 +27,10 @@ check: $(VENV)/.installed
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/session_server.py
 	$(BIN)/python benchmarks/async_vs_sync.py
+	$(BIN)/python -m benchmarks.tree_packing
+	$(BIN)/python -m benchmarks.delta_sync
+	$(BIN)/python -m benchmarks.loss_memory
+	$(BIN)/python -m benchmarks.train_step
 
 # torch first: whatever depends on it then takes the build that is there.
 $(VENV)/.installed: pyproject.toml

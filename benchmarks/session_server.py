@@ -26,7 +26,7 @@ from miles.rollout.rendering.rendering import Rendering
 from miles.rollout.session.server import SessionServer
 from miles.rollout.session.session import ChatRequest, Session
 from miles.sandboxes.shell import SHELL_TOOL
-from miles.trainer.rows import tree_rows
+from miles.trainer.data.rows import tree_rows
 from miles.types import GenerateRequest, Limits, Message
 
 CALL: Message = {

@@ -3,18 +3,21 @@
 A delta is a safetensors file of byte tensors, one for each tensor that changed, whose metadata say what they mean:
 format, version, base_version, digest (of all tensors afterwards), base_digest (before), and for each tensor dtype,
 shape, codec, how many elements changed and its own digest afterwards. Digests are XXH3-128; the digest of a set is
-that of its sorted "name digest" lines. Values are XORed with the base, so a delta is applied to exactly the base that
-it was made from, once: the digests are checked before and after, and the same delta again changes nothing.
+that of its sorted "name digest" lines. Values are differences to the base, so a delta is applied to exactly the base
+that it was made from, once: digests are checked before and after, and the same delta again changes nothing.
 
-Codecs: `sparse` is zstd of the changed places (gaps of 16 bits, 65535 = 65535 unchanged elements) and the XORed values;
-`dense` is zstd of all XORed values. Multi-byte numbers are split into planes (all low bytes first, and so on).
+Codecs: `sparse` has the changed places (gaps of 16 bits, 65535 = 65535 unchanged elements) and the differences there,
+`dense` all differences: of the bits taken as whole numbers, sign last (0, -1, 1, -2 are 0, 1, 2, 3). Numbers are split
+into planes of bytes (all low bytes, and so on), every plane a zstd frame; before the frames stand their count and
+sizes, little-endian integers of 4 bytes.
 """
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -241,37 +244,61 @@ def _digest_of_set(digests: Mapping[str, str]) -> str:
 
 def _encode(old: Bits, new: Bits, places: NDArray[np.int64]) -> tuple[str, bytes]:
     if len(places) > _DENSE_ABOVE * new.size:
-        return "dense", _compressed(_planes(old ^ new))
+        return "dense", _framed(_planes(_difference(old, new)))
     gaps = np.diff(places, prepend=-1) - 1
     skips = gaps // _SKIP
     steps = np.full(len(gaps) + int(skips.sum()), _SKIP, dtype=np.uint16)
     steps[np.arange(len(gaps)) + np.cumsum(skips)] = gaps % _SKIP
-    head = len(steps).to_bytes(8, "little")
-    return "sparse", _compressed(head + _planes(steps) + _planes(old[places] ^ new[places]))
+    return "sparse", _framed([*_planes(steps), *_planes(_difference(old[places], new[places]))])
 
 
 def _decode_into(target: Bits, codec: str, data: bytes) -> None:
-    raw = zstandard.ZstdDecompressor().decompress(data)
+    planes = _unframed(data)
     if codec == "dense":
-        target ^= _unplanes(raw, target.dtype)
+        target += _undone(_unplanes(planes, target.dtype))
         return
-    count = int.from_bytes(raw[:8], "little")
-    steps = _unplanes(raw[8 : 8 + 2 * count], np.dtype(np.uint16)).astype(np.int64)
-    values = _unplanes(raw[8 + 2 * count :], target.dtype)
-    is_place = steps != _SKIP
-    places = np.cumsum(steps)[is_place] + np.arange(len(values))
-    target[places] ^= values
+    steps = _unplanes(planes[:2], np.dtype(np.uint16)).astype(np.int64)
+    values = _unplanes(planes[2:], target.dtype)
+    places = np.cumsum(steps)[steps != _SKIP] + np.arange(len(values))
+    target[places] += _undone(values)
 
 
-def _compressed(data: bytes) -> bytes:
-    return zstandard.ZstdCompressor(level=_LEVEL).compress(data)
+def _difference(old: Bits, new: Bits) -> Bits:
+    """new - old as whole numbers of that width, small ones of either sign first: 0, -1, 1, -2, 2, … are 0, 1, 2, 3, 4.
+
+    A small step of a float is a small step of its bits, so most differences are 1 or 2.
+    """
+    step = new - old
+    sign = (step >> step.dtype.type(8 * step.itemsize - 1)) * step.dtype.type(np.iinfo(step.dtype).max)
+    found: Bits = (step << step.dtype.type(1)) ^ sign
+    return found
 
 
-def _planes(values: NDArray[Any]) -> bytes:
+def _undone(values: Bits) -> Bits:
+    one = values.dtype.type(1)
+    sign = (values & one) * values.dtype.type(np.iinfo(values.dtype).max)
+    found: Bits = (values >> one) ^ sign
+    return found
+
+
+def _framed(planes: Sequence[bytes]) -> bytes:
+    """Every plane by itself, as its bytes have statistics of their own: sizes (4 bytes each), then zstd frames."""
+    frames = [zstandard.ZstdCompressor(level=_LEVEL).compress(plane) for plane in planes]
+    return np.array([len(planes), *map(len, frames)], dtype="<u4").tobytes() + b"".join(frames)
+
+
+def _unframed(data: bytes) -> list[bytes]:
+    count = int(np.frombuffer(data[:4], dtype="<u4")[0])
+    ends = 4 + 4 * count + np.cumsum([0, *np.frombuffer(data[4 : 4 + 4 * count], dtype="<u4")])
+    frames = [data[start:end] for start, end in pairwise(ends)]
+    return [zstandard.ZstdDecompressor().decompress(frame) for frame in frames]
+
+
+def _planes(values: NDArray[Any]) -> list[bytes]:
     flat = np.ascontiguousarray(values)
-    return flat.view(np.uint8).reshape(-1, flat.itemsize).T.tobytes()
+    return [plane.tobytes() for plane in flat.view(np.uint8).reshape(-1, flat.itemsize).T]
 
 
-def _unplanes(data: bytes, dtype: np.dtype[Any]) -> Bits:
-    planes = np.frombuffer(data, dtype=np.uint8).reshape(dtype.itemsize, -1)
-    return np.ascontiguousarray(planes.T).reshape(-1).view(dtype)
+def _unplanes(planes: Sequence[bytes], dtype: np.dtype[Any]) -> Bits:
+    columns = np.stack([np.frombuffer(plane, dtype=np.uint8) for plane in planes], axis=1)
+    return np.ascontiguousarray(columns).reshape(-1).view(dtype)

@@ -1,13 +1,13 @@
 """The trainer's backend contract: what every rank of one model can do."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from numpy.typing import NDArray
 
-from miles.trainer.data.packing import MicroBatch
+from miles.trainer.data.packing import Costs, MicroBatch
 from miles.trainer.settings import BackendConfig, OptimConfig, ScoreSpec, StepSpec
 
 __all__ = ["Backend", "BackendInfo", "Scores"]
@@ -23,6 +23,7 @@ class BackendInfo:
 
     packs: bool
     note: str = ""
+    costs: Costs = field(default_factory=Costs)
     routers: int = 0
     parameters: int = 0
     trainable: int = 0

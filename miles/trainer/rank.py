@@ -52,7 +52,7 @@ class TrainerRank:
         others: Mapping[str, str] | None = None,
     ) -> None:
         os.environ["LOCAL_RANK"] = str(rank)
-        kind = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "cpu:gloo"
+        kind = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(kind, init_method=f"file://{rendezvous}", rank=rank, world_size=world)
         self._source, self._rank, self._config = Path(model), rank, config
         self._published: Snapshot | None = None

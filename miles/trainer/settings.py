@@ -170,8 +170,8 @@ class BackendConfig(Config):
     shard: int | None = Field(None, gt=0)
     """Ranks that share one copy of the model; the rest of the ranks replicate it (HSDP). None: all of them."""
     layout: Literal["auto", "rows", "packed"] = "auto"
-    """rows: padded. packed: shared prefixes are computed once. auto: packed where that saves enough and the model's
-    attention passed the self-test."""
+    """rows: padded. packed: shared prefixes are computed once. auto: packed where that is estimated to be cheaper, and
+    the model's attention passed the self-test."""
     head_chunk: int = Field(1024, gt=0)
     """Owned tokens whose logits exist at a time."""
     head: Literal["chunked", "liger"] = "chunked"

@@ -13,7 +13,7 @@ from miles.config import Config
 from miles.errors import TrainerError
 from miles.processes import Worker, scratch_folder
 from miles.trainer.backend import BackendInfo, Scores
-from miles.trainer.data.packing import PACK_ABOVE, MicroBatch, micro_batches, token_ratio
+from miles.trainer.data.packing import MicroBatch, micro_batches, token_ratio
 from miles.trainer.data.rows import Row
 from miles.trainer.settings import BackendConfig, OptimConfig, ScoreSpec, StepSpec
 from miles.types import Weights, WeightVersion
@@ -96,9 +96,9 @@ class Trainer:
         shares, ratio = await asyncio.to_thread(self._shares, rows, role)
         each = [{"batches": share} for share in shares]
         results = await self._call("step", each, spec=spec, optim=optim, role=role)
-        sizes = [sum(len(row.ids) for batch in share for row in batch.rows) for share in shares]
-        balance = max(sizes) * len(sizes) / max(1, sum(sizes))
-        return {**results[0], "tree_token_ratio": ratio, "micro_batches": float(len(shares[0])), "imbalance": balance}
+        packed = float(any(batch.packed for share in shares for batch in share))
+        ours = {"tree_token_ratio": ratio, "packed": packed, "micro_batches": float(len(shares[0]))}
+        return {**results[0], **ours}
 
     async def score(self, rows: Sequence[Row], ask: ScoreSpec | None = None, *, role: str = "policy") -> list[Scores]:
         """What a role's model says about the owned tokens of every row, in the order of `rows`."""
@@ -165,9 +165,14 @@ class Trainer:
         budget = max(compute.micro_tokens, max(len(row.ids) for row in rows))
         info = self.info.get(role)
         may = info is not None and info.packs and compute.layout != "rows"
-        ratio = token_ratio(rows) if may else 1.0
-        packed = may and (compute.layout == "packed" or ratio >= PACK_ABOVE)
-        return micro_batches(rows, ranks=len(self._ranks), tokens=budget, packed=packed), ratio
+        shares = micro_batches(
+            rows,
+            ranks=len(self._ranks),
+            tokens=budget,
+            layout=compute.layout if may else "rows",
+            costs=info.costs if info else None,
+        )
+        return shares, token_ratio(rows) if may else 1.0
 
     async def _call(self, method: str, each: Sequence[dict[str, Any]] | None = None, **same: Any) -> list[Any]:
         """Call a collective on every rank. A failed rank would hang the others, so the first failure ends them all."""

@@ -4,18 +4,28 @@ from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
+FOLDER = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "arguments", "lines"),
     [
-        ("session_server.py", ["--sessions", "8", "--turns", "2", "--open", "1", "4", "--history", "3000"], 7),
-        ("async_vs_sync.py", ["--steps", "1"], 5),
+        ("session_server", ["--sessions", "8", "--turns", "2", "--open", "1", "4", "--history", "3000"], 7),
+        ("async_vs_sync", ["--steps", "1"], 5),
+        ("tree_packing", ["--hidden", "64", "--layers", "1", "--repeat", "1"], 6),
+        ("delta_sync", ["--hidden", "64", "--layers", "1", "--lr", "1e-6"], 2),
+        ("loss_memory", ["--tokens", "512", "--vocabulary", "2048"], 3),
+        ("train_step", ["--hidden", "64", "--layers", "1", "--vocabulary", "512", "--repeat", "1"], 4),
     ],
 )
 def test_benchmarks_run(script, arguments, lines):
-    done = subprocess.run([sys.executable, FOLDER / script, *arguments], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{script}", *arguments],
+        cwd=FOLDER,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == lines

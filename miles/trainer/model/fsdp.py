@@ -21,7 +21,7 @@ from miles.models import load_model
 from miles.trainer.algorithms.losses import loss_of
 from miles.trainer.algorithms.metrics import step_metrics
 from miles.trainer.backend import BackendInfo, Scores
-from miles.trainer.data.packing import MicroBatch
+from miles.trainer.data.packing import Costs, MicroBatch
 from miles.trainer.data.rows import Row
 from miles.trainer.model import checkpoint, lora
 from miles.trainer.model.attention import FLEX_MULTIPLE, tree_mask, why_not_packed
@@ -93,7 +93,8 @@ class FsdpBackend:
         """Whether the chunked head and the packed layout give this model's own answers."""
         counts = [p.numel() for p in self.policy.parameters() if p.requires_grad]
         total = sum(p.numel() for p in self.policy.parameters())
-        facts = {"routers": len(self.replay.layers), "parameters": total, "trainable": sum(counts)}
+        facts: dict[str, Any] = {"parameters": total, "trainable": sum(counts), "costs": self._costs()}
+        facts["routers"] = len(self.replay.layers)
         reason = why_not_packed(self.lm.config) or ("the recipe says rows" if self.config.layout == "rows" else "")
         if critic:
             return BackendInfo(packs=not reason, note=reason, **facts)
@@ -109,6 +110,15 @@ class FsdpBackend:
             off = float(np.abs(self._probe_logprobs(rows, packed=True) - expected).max())
             reason = "" if off <= tolerance else f"packed logprobs differ by {off:.3g} from those of rows"
         return BackendInfo(packs=not reason, note=note + reason, **facts)
+
+    def _costs(self) -> Costs:
+        """Floating-point operations of a forward pass: two for every weight of a layer, four for a pair's width."""
+        config = self.lm.config
+        layers = sum(p.numel() for layer in self.lm.base_model.layers for p in layer.parameters())
+        heads = config.num_attention_heads
+        width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+        pair = 4.0 * config.num_hidden_layers * width
+        return Costs(token=2.0 * layers, pair=pair, dense=self._tree_attention == "sdpa")
 
     def _probe_logprobs(self, rows: tuple[Row, ...], *, packed: bool) -> Any:
         scores = self.score([MicroBatch(rows=rows, packed=packed)], ScoreSpec())

@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles.trainer.data.packing import micro_batches, token_ratio, trie
+from miles.trainer.data.packing import Costs, micro_batches, token_ratio, trie
 from miles.trainer.data.rows import Row
 
 
@@ -38,7 +38,7 @@ def test_the_ratio_counts_what_is_shared():
 @given(st.lists(st.integers(1, 40), max_size=40), st.integers(1, 4), st.integers(50, 200), st.booleans())
 def test_every_row_is_computed_once_on_equally_many_micro_batches(lengths, ranks, tokens, packed):
     rows = [row([7, 7, 7, *range(100, 100 + n)], str(i)) for i, n in enumerate(lengths)]
-    shares = micro_batches(rows, ranks=ranks, tokens=tokens, packed=packed)
+    shares = micro_batches(rows, ranks=ranks, tokens=tokens, layout="packed" if packed else "rows")
     assert len({len(share) for share in shares}) == 1
     assert len(shares[0]) >= 1
     placed = [r.episode for share in shares for batch in share for r in batch.rows]
@@ -58,10 +58,35 @@ def test_ranks_are_balanced_and_none_is_idle():
     assert [len(share[0].rows) for share in shares] == [1, 1, 1, 1]
 
 
+def test_one_mask_does_not_span_tries_that_share_too_little():
+    prompts = [[n] * 50 for n in range(4)]
+    rows = [row([*prompt, *range(100 + k, 150 + k)]) for prompt in prompts for k in range(4)]
+    flat = Costs(token=1.0, pair=0.0)
+    steep = Costs(token=1.0, pair=1.0)
+    visible = Costs(token=1.0, pair=1.0, dense=False)
+    count = {
+        name: len(micro_batches(rows, ranks=1, tokens=10**6, layout="packed", costs=costs)[0])
+        for name, costs in (("flat", flat), ("steep", steep), ("visible", visible))
+    }
+    assert count == {"flat": 1, "steep": 16, "visible": 1}
+
+
+def test_tries_are_taken_where_they_are_cheaper():
+    forks = [row([*range(400), 1000 + n, *range(9)]) for n in range(8)]
+    long_answers = [row([*range(100), *range(1000 * n, 1000 * n + 500)]) for n in range(1, 9)]
+    costs = Costs(token=100.0, pair=1.0)
+
+    def packed(rows):
+        return micro_batches(rows, ranks=1, tokens=10**6, layout="auto", costs=costs)[0][0].packed
+
+    assert packed(forks)
+    assert not packed(long_answers)
+
+
 def test_pairs_stay_together():
     rows = [row(range(5 + n), pair=f"p{n // 2}") for n in range(8)]
     for packed in (False, True):
-        for share in micro_batches(rows, ranks=2, tokens=25, packed=packed):
+        for share in micro_batches(rows, ranks=2, tokens=25, layout="packed" if packed else "rows"):
             for batch in share:
                 names = [r.pair for r in batch.rows]
                 assert all(names.count(name) == 2 for name in names)
