@@ -292,11 +292,27 @@ class Generated:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BroadcastPlan:
+    """Weights that come over a process group: where it meets, who is in it (the sender and `world` - 1 receivers), and
+    every tensor's name, type (torch's name for it) and shape, in the order they come."""
+
+    group: str
+    address: str
+    port: int
+    world: int
+    backend: Literal["gloo", "nccl"]
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
     """Published weights: a directory of safetensors with HF names, or the tensors themselves.
 
     `deltas` lead from the directory's version to this one, oldest first (`miles.deltas`). With `adapter` set, the
-    directory or the tensors hold only a low-rank adapter of that name, in peft's format, over the first weights.
+    directory or the tensors hold only a low-rank adapter of that name, in peft's format, over the first weights. With
+    `broadcast` set they are being sent while the sink loads.
     """
 
     version: WeightVersion
@@ -304,6 +320,7 @@ class Weights:
     tensors: Mapping[str, Any] | None = None
     deltas: tuple[Path, ...] = ()
     adapter: str | None = None
+    broadcast: BroadcastPlan | None = None
 
 
 class Env(Protocol):

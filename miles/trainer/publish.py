@@ -1,7 +1,9 @@
 """Publishing: make a version of the weights, have every engine confirm it, forget what nobody needs any more."""
 
+import asyncio
 import json
 import shutil
+import socket
 import time
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +13,7 @@ from pydantic import Field
 from miles.config import Config
 from miles.processes import scratch_folder
 from miles.trainer.trainer import Trainer
-from miles.types import Weights, WeightSink, WeightVersion
+from miles.types import BroadcastPlan, Weights, WeightSink, WeightVersion
 
 __all__ = ["PublishConfig", "Publisher"]
 
@@ -19,13 +21,16 @@ __all__ = ["PublishConfig", "Publisher"]
 class PublishConfig(Config):
     """How weights reach the engines."""
 
-    kind: Literal["safetensors", "delta", "inprocess"] = "safetensors"
+    kind: Literal["safetensors", "delta", "broadcast", "inprocess"] = "safetensors"
     """safetensors: a directory in memory (or `directory`). delta: files of what changed (delta-v1), now and then all.
+    broadcast: over a process group (gloo or NCCL) from the trainer's first rank; an engine that dies ends the run.
     inprocess: by value, needs trainer.ranks=0. An adapter is always published whole."""
     directory: Path | None = None
     """Where snapshots are written; by default a temporary directory in shared memory."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the published weights."""
+    backend: Literal["gloo", "nccl"] = "gloo"
+    """broadcast: gloo for engines on CPUs, nccl for engines on GPUs of their own."""
     full_every: int = Field(20, gt=0)
     """delta: versions from one whole directory to the next; sooner when the deltas outgrow a third of one."""
 
@@ -43,12 +48,15 @@ class Publisher:
         self._deltas: list[Path] = []
         self._delta_bytes = self._full_bytes = 0
         self._last: WeightVersion = -1
+        self._plan: BroadcastPlan | None = None
 
     async def publish(self, version: WeightVersion) -> dict[str, float]:
         """Return when every engine serves `version`. Seconds: publish_s in all, transfer_s to write and hand over,
         pause_s in which sampling stood still; publish_bytes, where they are known."""
         began = time.monotonic()
         metrics: dict[str, float] = {}
+        if self.config.kind == "broadcast":
+            return await self._broadcast(version)
         if self.config.kind == "inprocess":
             weights = await self._trainer.tensors(version)
         elif self.config.kind == "delta" and self._trainer.config.compute.lora is None:
@@ -62,6 +70,27 @@ class Publisher:
         self._forget(weights)
         seconds = time.monotonic() - began
         return metrics | {"publish_s": seconds, "pause_s": pause_s, "transfer_s": seconds - pause_s}
+
+    async def _broadcast(self, version: WeightVersion) -> dict[str, float]:
+        began = time.monotonic()
+        if self._plan is None:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = probe.getsockname()[1]
+            receivers = int(getattr(self._sink, "receivers", 1))
+            settings: dict[str, Any] = {"dtype": self.config.dtype, "backend": self.config.backend}
+            self._plan = await self._trainer.plan(f"miles-weights-{port}", port, receivers=receivers, **settings)
+        weights = Weights(version=version, broadcast=self._plan)
+        received = asyncio.ensure_future(self._sink.load(weights))
+        sent = asyncio.ensure_future(self._trainer.broadcast(self._plan))
+        try:
+            pause_s, _ = await asyncio.gather(received, sent)
+        except BaseException:
+            for half in (received, sent):
+                half.cancel()
+            raise
+        seconds = time.monotonic() - began
+        return {"publish_s": seconds, "pause_s": pause_s, "transfer_s": seconds - pause_s}
 
     async def _changes(self, version: WeightVersion) -> tuple[Weights, dict[str, float]]:
         """A delta on the version before, or a whole directory when it is time for one."""

@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
+from miles.broadcast import join, send
 from miles.deltas import Snapshot, write_delta
 from miles.errors import TrainerError
 from miles.registry import resolve
@@ -19,6 +20,7 @@ from miles.trainer.backend import Backend, BackendInfo, Scores
 from miles.trainer.data.packing import MicroBatch
 from miles.trainer.model.lora import write_adapter
 from miles.trainer.settings import BackendConfig, OptimConfig, ScoreSpec, StepSpec
+from miles.types import BroadcastPlan
 
 __all__ = ["TrainerRank"]
 
@@ -56,6 +58,7 @@ class TrainerRank:
         dist.init_process_group(kind, init_method=f"file://{rendezvous}", rank=rank, world_size=world)
         self._source, self._rank, self._config = Path(model), rank, config
         self._published: Snapshot | None = None
+        self._group: tuple[str, Any] | None = None  # that the engines receive in
         self._files = ThreadPoolExecutor(1, thread_name_prefix="checkpoint files")
         self._writing: list[Future[Any]] = []
         try:
@@ -115,6 +118,25 @@ class TrainerRank:
             self._write(Path(directory), tensors, dtype, "full")
             return None
         return write_delta(Path(path), before, now, version=version, base=base)
+
+    def plan(self, dtype: str) -> tuple[list[str], list[str], list[tuple[int, ...]]]:
+        """Names, types and shapes of the weights that `broadcast` sends, in its order."""
+        facts = [(n, dtype if t.is_floating_point() else str(t.dtype)[6:], tuple(t.shape)) for n, t in self._weights()]
+        return [name for name, _, _ in facts], [kind for _, kind, _ in facts], [shape for _, _, shape in facts]
+
+    def broadcast(self, plan: BroadcastPlan) -> None:
+        """Send every tensor to the engines; rank 0 does, the others only gather with it."""
+        if self._rank != 0:
+            for _ in self._weights():
+                pass
+            return
+        if self._group is None or self._group[0] != plan.group:
+            self._group = plan.group, join(plan, 0)
+        cuda = plan.backend == "nccl"
+        send(self._group[1], self._weights(), plan, torch.device("cuda" if cuda else "cpu"))
+
+    def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.roles["policy"].weights("full")
 
     def _write(self, target: Path, tensors: dict[str, torch.Tensor], dtype: str, kind: str) -> None:
         partial = target.with_name(target.name + ".partial")

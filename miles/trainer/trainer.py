@@ -16,7 +16,7 @@ from miles.trainer.backend import BackendInfo, Scores
 from miles.trainer.data.packing import MicroBatch, micro_batches, token_ratio
 from miles.trainer.data.rows import Row
 from miles.trainer.settings import BackendConfig, OptimConfig, ScoreSpec, StepSpec
-from miles.types import Weights, WeightVersion
+from miles.types import BroadcastPlan, Weights, WeightVersion
 
 __all__ = ["Trainer", "TrainerConfig"]
 
@@ -135,6 +135,24 @@ class Trainer:
         }
         facts: dict[str, Any] | None = (await self._call("export_delta", **settings))[0]
         return facts
+
+    async def plan(self, group: str, port: int, *, receivers: int, dtype: str, backend: Any) -> BroadcastPlan:
+        """What `broadcast` will send to `receivers` processes, and where they meet rank 0."""
+        names, dtypes, shapes = (await self._call("plan", dtype=dtype))[0]
+        return BroadcastPlan(
+            group=group,
+            address="127.0.0.1",
+            port=port,
+            world=receivers + 1,
+            backend=backend,
+            names=tuple(names),
+            dtypes=tuple(dtypes),
+            shapes=tuple(shapes),
+        )
+
+    async def broadcast(self, plan: BroadcastPlan) -> None:
+        """Send the weights to engines that are receiving them."""
+        await self._call("broadcast", plan=plan)
 
     async def tensors(self, version: WeightVersion) -> Weights:
         """A snapshot by value, for engines in this process (ranks=0)."""

@@ -133,6 +133,14 @@ DELTA = ("publish.kind=delta", "publish.full_every=3", "train.steps=5")
 LORA = ("trainer.compute.lora.rank=4", "train.optim.lr=1e-2")
 
 
+@pytest.mark.slow
+def test_weights_reach_another_process_over_a_process_group(tmp_path):
+    folder = launched(tmp_path, "publish.kind=broadcast", "train.warm_start.steps=0", "train.steps=2")
+    compared = [step["logprob_diff/max"] for step in folder.metrics("step") if "logprob_diff/max" in step]
+    assert max(compared) <= 1e-4
+    assert [line["version"] for line in folder.metrics("eval")] == [0, 2]
+
+
 @pytest.mark.parametrize("settings", [DELTA, LORA], ids=["delta", "lora"])
 def test_weights_reach_the_engine_as_differences_and_as_adapters(tmp_path, settings):
     folder = launched(tmp_path, *ALONE, *settings)

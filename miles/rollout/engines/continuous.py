@@ -22,11 +22,12 @@ from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.utils.logging import disable_progress_bar
 
+from miles.broadcast import join, receive
 from miles.deltas import LocalCheckpoint
 from miles.errors import EngineError, EngineLost
 from miles.models import load_model
 from miles.processes import Reply, deferred, scratch_folder
-from miles.types import Finish, Generated, Weights
+from miles.types import BroadcastPlan, Finish, Generated, Weights
 
 __all__ = ["ContinuousEngine"]
 
@@ -67,6 +68,7 @@ class ContinuousEngine:
         self._on_update = on_update
         self._updates = [(0.0, version)]
         self._local: LocalCheckpoint | None = None
+        self._group: tuple[str, Any] | None = None
         self._first: dict[str, torch.Tensor] = {}  # weights below an adapter
         self._pending: dict[str, _Pending] = {}
         self._lock = threading.Lock()
@@ -123,7 +125,10 @@ class ContinuousEngine:
             pending.reply(Generated(output_ids=(), logprobs=(), versions=(), finish=Finish.ABORT))
 
     def load_published(self, weights: Weights) -> float:
-        """Serve a published version: a directory, a directory and deltas, or an adapter. Seconds of standing still."""
+        """Serve a published version: a directory, and deltas on it, an adapter, or what is being broadcast. Seconds of
+        standing still."""
+        if weights.broadcast is not None:
+            return self._received(weights.broadcast, weights.version)
         directory = weights.directory
         if directory is None or not any(directory.glob("*.safetensors")):
             raise EngineError(f"no *.safetensors in {directory}; the publisher writes them before it calls load")
@@ -136,6 +141,11 @@ class ContinuousEngine:
         changed = self._local.sync(directory, weights.deltas)
         tensors = _read(self._local.directory)
         return self.load_tensors({n: t for n, t in tensors.items() if changed is None or n in changed}, weights.version)
+
+    def _received(self, plan: BroadcastPlan, version: int) -> float:
+        if self._group is None or self._group[0] != plan.group:
+            self._group = plan.group, join(plan, 1)
+        return self.load_tensors(dict(receive(self._group[1], plan, torch.device("cpu"))), version)
 
     def _merged(self, directory: Path) -> dict[str, torch.Tensor]:
         """The weights that an adapter changes: W + alpha/r * B A, from the first weights and peft's files."""

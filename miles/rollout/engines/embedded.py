@@ -100,13 +100,15 @@ class EmbeddedEngine:
         return generated
 
     async def load(self, weights: Weights) -> float:
-        if weights.directory is None:
+        if weights.directory is None and weights.broadcast is None:
             raise EngineError("the embedded engine process loads weights from a directory: publish.kind=safetensors")
         self._weights = weights
         worker = await self._ready()
         try:
             pause_s: float = await worker.call("load_published", weights=weights)
         except EngineLost:
+            if weights.broadcast is not None:
+                raise
             await self._ready()  # a fresh process starts at self._weights
             return 0.0
         return pause_s
@@ -132,6 +134,11 @@ class EmbeddedEngine:
             self._worker = None
             self.deaths += 1
             log.warning("embedded engine died (%d of %d restarts used)", self.deaths, self.config.restarts)
+        if self._weights.broadcast is not None:
+            raise EngineError(
+                f"the embedded engine died, and weights that were broadcast cannot be loaded again; read "
+                f"{self._log_dir / 'engine.log'}, and set publish.kind=delta where engines may have to restart"
+            )
         if self.deaths > self.config.restarts:
             raise EngineError(
                 f"the embedded engine died {self.deaths} times; read {self._log_dir / 'engine.log'} "

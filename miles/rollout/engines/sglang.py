@@ -18,7 +18,7 @@ from miles.deltas import LocalCheckpoint
 from miles.errors import ConfigError, EngineError, EngineLost
 from miles.processes import scratch_folder
 from miles.rollout.engines.base import OnTokens
-from miles.types import Finish, Generated, GenerateRequest, Weights, WeightVersion
+from miles.types import BroadcastPlan, Finish, Generated, GenerateRequest, Weights, WeightVersion
 
 __all__ = ["SGLangEngine"]
 
@@ -37,6 +37,7 @@ class SGLangEngine:
         self._aborts: set[asyncio.Task[None]] = set()
         self._version: WeightVersion = 0
         self._local: LocalCheckpoint | None = None
+        self._group, self._ranks = "", 1
         self._adapters: list[str] = []  # loaded ones, the newest last
         self._context_length = 0
         self.model_path = ""
@@ -62,6 +63,7 @@ class SGLangEngine:
                 await asyncio.sleep(0.5)
         if "max_total_num_tokens" not in info:
             raise ConfigError(f"{self.url} is no SGLang server: its /server_info does not say how many tokens it holds")
+        self._ranks = int(info.get("tp_size") or 1)
         served = (await self._get("/v1/models")).get("data") or [{}]
         limits = [info.get("context_length"), served[0].get("max_model_len"), info["max_total_num_tokens"]]
         self._context_length = min(int(limit) for limit in limits if limit)
@@ -156,6 +158,8 @@ class SGLangEngine:
 
     async def load(self, weights: Weights) -> float:
         """Load a directory of safetensors, or a directory and deltas, or an adapter, that the server can read too."""
+        if weights.broadcast is not None:
+            return await self._receive(weights.broadcast, weights.version)
         if weights.directory is None:
             raise EngineError("an SGLang server takes weights from a directory: publish.kind=safetensors or delta")
         if weights.adapter is not None:
@@ -180,6 +184,48 @@ class SGLangEngine:
         _refuse_errors(reply.status_code, reply.text)
         self._version = weights.version
         return asyncio.get_running_loop().time() - began
+
+    @property
+    def receivers(self) -> int:
+        """Processes of the server that take part in a broadcast."""
+        return self._ranks
+
+    async def _receive(self, plan: BroadcastPlan, version: WeightVersion) -> float:
+        """Have the server receive a broadcast. Servers from 0.5.21 on want the update between two calls of theirs."""
+        if self._group != plan.group:
+            body: dict[str, Any] = {
+                "master_address": plan.address,
+                "master_port": plan.port,
+                "rank_offset": 1,
+                "world_size": plan.world,
+                "group_name": plan.group,
+                "backend": plan.backend,
+            }
+            await self._post("/init_weights_update_group", body)
+            self._group = plan.group
+        body = {
+            "names": plan.names,
+            "dtypes": plan.dtypes,
+            "shapes": plan.shapes,
+            "group_name": plan.group,
+            "flush_cache": False,
+            "weight_version": str(version),
+        }
+        began = asyncio.get_running_loop().time()
+        await self._http.post("/pause_generation", json={"mode": "retract"})
+        try:
+            bracketed = (await self._http.post("/begin_weight_update", json={"selector": "all"})).status_code != 404
+            await self._post("/update_weights_from_distributed", body)
+            if bracketed:
+                await self._post("/end_weight_update", {})
+        finally:
+            await self._http.post("/continue_generation", json={})
+        self._version = version
+        return asyncio.get_running_loop().time() - began
+
+    async def _post(self, path: str, body: dict[str, Any]) -> None:
+        reply = await self._http.post(path, json=body)
+        _refuse_errors(reply.status_code, reply.text)
 
     async def _load_adapter(self, weights: Weights) -> float:
         """A new name for every version: requests in flight go on with the adapter that they began with."""
