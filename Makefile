@@ -18,10 +18,10 @@ test-all: $(VENV)/.installed
 	$(BIN)/python -m pytest -q
 
 check: $(VENV)/.installed
-	$(BIN)/ruff check miles tests benchmarks
-	$(BIN)/ruff format --check miles tests benchmarks
+	$(BIN)/ruff check miles tests benchmarks scripts
+	$(BIN)/ruff format --check miles tests benchmarks scripts
 	$(BIN)/mypy
-	$(BIN)/mypy --strict benchmarks
+	$(BIN)/mypy --strict benchmarks scripts
 	$(BIN)/lint-imports
 
 bench: $(VENV)/.installed
