@@ -130,7 +130,8 @@ class Check:
 def _weights(directory: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
-    return load_file(directory / "model.safetensors")
+    tensors: dict[str, torch.Tensor] = load_file(directory / "model.safetensors")
+    return tensors
 
 
 async def main() -> None:
