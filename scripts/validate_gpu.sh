@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Validates and measures on GPUs, part by part, each under eight minutes:  scripts/validate_gpu.sh PART…
-#   trainer   ranks, layouts, heads, checkpoints, adapters agree (two GPUs if there are two)
+#   trainer   ranks, layouts, heads, checkpoints agree (two GPUs if there are two)
+#   adapters  LoRA on one and on several ranks
 #   packing   tries with FlexAttention against rows          memory   chunked and fused heads against all logits
 #   step      tokens per second against a plain loop         delta    differences against whole snapshots
 # PYTHON names the interpreter; WHEELS a folder of wheels to install first on a machine without a registry.
@@ -19,7 +20,8 @@ failed=0
 for part in "$@"; do
     echo "== $part"
     case $part in
-        trainer) run="scripts.validate_trainer --hidden 1024 --layers 8 --vocabulary 32000 --dtype bfloat16 --ranks $gpus" ;;
+        trainer) run="scripts.validate_trainer --hidden 1024 --layers 8 --vocabulary 32000 --dtype bfloat16 --ranks $gpus --parts ranks layouts heads checkpoints" ;;
+        adapters) run="scripts.validate_trainer --hidden 1024 --layers 8 --vocabulary 32000 --dtype bfloat16 --ranks $gpus --parts adapters" ;;
         packing) run="benchmarks.tree_packing --hidden 1024 --layers 12 --scale 8 --dtype bfloat16 --repeat 5" ;;
         memory) run="benchmarks.loss_memory --tokens 32768 --vocabulary 131072 --hidden 1024 --heads plain chunked liger" ;;
         step) run="benchmarks.train_step --hidden 2048 --layers 16 --vocabulary 65536 --rows 32 --prompt 1024 --answer 1024 --budget 16384 --dtype bfloat16" ;;

@@ -12,7 +12,7 @@ from torch import Tensor
 __all__ = ["FLEX_MULTIPLE", "tree_mask", "why_not_packed"]
 
 FLEX_MULTIPLE = 128
-"""Lengths are filled up to this, the side of a block."""
+"""The side of a block: lengths are filled up to it."""
 
 
 def why_not_packed(config: Any) -> str:
@@ -27,13 +27,32 @@ def why_not_packed(config: Any) -> str:
 
 def tree_mask(end_N: Tensor, kind: str) -> Any:
     """The mask that transformers' attention of this `kind` ("sdpa", "flex_attention") takes as attention_mask."""
-    n = len(end_N)
     if kind == "flex_attention":
-        from torch.nn.attention.flex_attention import create_block_mask
-
-        def sees(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return (q >= k) & (q < end_N[k])
-
-        return create_block_mask(sees, None, None, n, n, device=str(end_N.device))
-    places = torch.arange(n, device=end_N.device)
+        return _block_mask(end_N)
+    places = torch.arange(len(end_N), device=end_N.device)
     return ((places[:, None] >= places[None]) & (places[:, None] < end_N[None]))[None, None]
+
+
+def _block_mask(end_N: Tensor) -> Any:
+    """Which blocks of keys a block of queries sees, wholly or in part, from the ends alone: no N x N tensor exists."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    def sees(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q >= k) & (q < end_N[k])
+
+    side = FLEX_MULTIPLE
+    ends = end_N.view(-1, side)
+    block = torch.arange(len(ends), device=end_N.device)
+    first, last = block * side, block * side + side - 1
+    below, some = block[:, None] > block[None], first[:, None] < ends.amax(-1)[None]
+    whole = below & (last[:, None] < ends.amin(-1)[None])
+    part = (below | (block[:, None] == block[None])) & some & ~whole
+    return BlockMask.from_kv_blocks(
+        *_listed(part), *_listed(whole), BLOCK_SIZE=side, mask_mod=sees, seq_lengths=(len(end_N), len(end_N))
+    )
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """A boolean matrix of blocks as FlexAttention wants it: how many in each row, and their columns first."""
+    order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
