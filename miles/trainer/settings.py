@@ -174,8 +174,9 @@ class BackendConfig(Config):
     the model's attention passed the self-test."""
     head_chunk: int = Field(1024, gt=0)
     """Owned tokens whose logits exist at a time."""
-    head: Literal["chunked", "liger"] = "chunked"
-    """liger: the fused kernel of liger-kernel (CUDA), where nothing but logprobs is asked."""
+    head: Literal["auto", "chunked", "liger"] = "auto"
+    """chunked: head_chunk tokens at a time. liger: the fused kernel of liger-kernel, on CUDA and where nothing but
+    logprobs is asked. auto: liger where it can be."""
     checkpoint_activations: bool = False
     """Whether layers are computed again in the backward pass, to save memory."""
     cpu_offload: bool = False

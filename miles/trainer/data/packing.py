@@ -23,12 +23,14 @@ Layout = Literal["auto", "rows", "packed"]
 class Costs:
     """What a model pays for a token, and for a pair of tokens of which one attends to the other, in any one unit.
 
-    `dense`: a trie's attention computes every pair under a mask, not only those that see each other.
+    `dense`: a trie's attention computes every pair under a mask, not only those that see each other. `trie`: how much
+    dearer a pair is in a trie's attention.
     """
 
     token: float = 1.0
     pair: float = 0.0
     dense: bool = True
+    trie: float = 1.0
 
     def of_row(self, n: int) -> float:
         """A row of n tokens, padding included; causal attention computes half of the pairs."""
@@ -36,7 +38,7 @@ class Costs:
 
     def of_trie(self, n: int, seen: int) -> float:
         """A trie of n tokens with `seen` pairs that see each other."""
-        return self.token * n + self.pair * (n * n if self.dense else seen)
+        return self.token * n + self.pair * self.trie * (n * n if self.dense else seen)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

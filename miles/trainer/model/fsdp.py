@@ -4,6 +4,7 @@ import os
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,6 +34,8 @@ from miles.trainer.settings import BackendConfig, OptimConfig, ScoreSpec, StepSp
 
 __all__ = ["FsdpBackend"]
 
+_FLEX_PAIR = 1.6
+"""A pair in FlexAttention over one in the causal kernel, forward and backward, on an H200 (docs/validation/h200.md)."""
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3}
 """Largest difference in logprobs between two ways to compute the same thing; a wrong mask is far beyond."""
 
@@ -59,7 +62,7 @@ class FsdpBackend:
         if config.checkpoint_activations:
             lm.activation_checkpointing_enable({"use_reentrant": False})
         self.replay = RoutingReplay(lm)
-        self.policy: Any = Policy(lm, chunk=config.head_chunk, kind=config.head if cuda else "chunked", critic=critic)
+        self.policy: Any = Policy(lm, chunk=config.head_chunk, kind=_head(config) if cuda else "chunked", critic=critic)
         self.lm = lm
         self._shard()
         self.optimizer: Optimizer | None = None
@@ -118,7 +121,8 @@ class FsdpBackend:
         heads = config.num_attention_heads
         width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
         pair = 4.0 * config.num_hidden_layers * width
-        return Costs(token=2.0 * layers, pair=pair, dense=self._tree_attention == "sdpa")
+        flex = self._tree_attention == "flex_attention"
+        return Costs(token=2.0 * layers, pair=pair, dense=not flex, trie=_FLEX_PAIR if flex else 1.0)
 
     def _probe_logprobs(self, rows: tuple[Row, ...], *, packed: bool) -> Any:
         scores = self.score([MicroBatch(rows=rows, packed=packed)], ScoreSpec())
@@ -234,6 +238,13 @@ class FsdpBackend:
 
     def load(self, directory: Path) -> None:
         self.optimizer, self._phase = checkpoint.load(directory, self.policy, rank=self.rank, world=self.world)
+
+
+def _head(config: BackendConfig) -> str:
+    """The fused kernel where it is installed and the weights are on the GPU."""
+    if config.head != "auto":
+        return config.head
+    return "liger" if find_spec("liger_kernel") and not config.cpu_offload else "chunked"
 
 
 def _gathered(value: Any) -> list[Any]:
