@@ -94,7 +94,7 @@ def one_step(model, rows, unit="episode", micro_tokens=8192):
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     total = 0.0
     for row in scaled(rows, unit):
-        tokens = gather((row,), {"logprobs": plain_logprobs(plain, row)}, torch.device("cpu"))
+        tokens = gather((row,), torch.device("cpu")).computed({"logprobs": plain_logprobs(plain, row)})
         loss, _ = loss_of(POLICY)(tokens, POLICY)
         loss = (loss * row.scale).sum()
         loss.backward()

@@ -1,7 +1,8 @@
 """What a loss sees: the owned tokens of one micro-batch, as flat vectors. K is how many there are."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,10 @@ class Tokens:
     entropy: Tensor | None = None
     candidates: Tensor | None = None
     values: Tensor | None = None
+
+    def computed(self, found: Mapping[str, Any]) -> "Tokens":
+        """With what the model says: logprobs, entropy, candidates, values."""
+        return replace(self, **found)
 
     def sum_by_row(self, values: Tensor) -> Tensor:
         """(rows,) sums of a (K,) vector over each row's tokens."""

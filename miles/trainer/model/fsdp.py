@@ -21,13 +21,14 @@ from miles.errors import ConfigError
 from miles.models import load_model
 from miles.trainer.algorithms.losses import loss_of
 from miles.trainer.algorithms.metrics import step_metrics
+from miles.trainer.algorithms.tokens import Tokens
 from miles.trainer.backend import BackendInfo, Scores
 from miles.trainer.data.packing import Costs, MicroBatch
 from miles.trainer.data.rows import Row
 from miles.trainer.model import checkpoint, lora
 from miles.trainer.model.attention import FLEX_MULTIPLE, tree_mask, why_not_packed
 from miles.trainer.model.head import Policy
-from miles.trainer.model.layout import gather, lay_out
+from miles.trainer.model.layout import Layout, gather, lay_out
 from miles.trainer.model.optim import Optimizer
 from miles.trainer.model.replay import RoutingReplay
 from miles.trainer.settings import BackendConfig, OptimConfig, ScoreSpec, StepSpec
@@ -133,7 +134,8 @@ class FsdpBackend:
         scores = []
         with torch.no_grad(), nullcontext() if ask.adapter else lora.without_adapter(self.lm):
             for batch in batches:
-                found = self._forward(batch, temperature=ask.temperature, top=ask.top, replay=ask.replay)
+                layout = self._laid_out(batch, replay=ask.replay)
+                found = self._forward(layout, temperature=ask.temperature, top=ask.top)
                 scores.append(_by_row(batch.rows, {name: value.cpu().numpy() for name, value in found.items()}))
         self.policy.reshard()  # the root stays gathered after a forward pass; optimizers hold the shards
         return scores
@@ -144,9 +146,11 @@ class FsdpBackend:
         self.replay.flipped = self.replay.replayed = 0.0
         sums: dict[str, Tensor] = {}
         diff_max = torch.zeros((), device=self.device)
-        for number, batch in enumerate(batches):
-            self.policy.set_requires_gradient_sync(number == len(batches) - 1)
-            loss, found, diff = self._loss(batch, spec)
+        # Everything is copied to the device first: a copy between forward and backward would wait for the forward.
+        ready = [self._prepared(batch) for batch in batches]
+        for number, (layout, tokens) in enumerate(ready):
+            self.policy.set_requires_gradient_sync(number == len(ready) - 1)
+            loss, found, diff = self._loss(layout, tokens, spec)
             (loss * self.world).backward()  # type: ignore[no-untyped-call]  # FSDP averages over ranks, the loss is a sum
             for name, value in {"loss": loss.detach(), **found}.items():
                 sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64, device=self.device)) + value
@@ -166,14 +170,14 @@ class FsdpBackend:
             self.optimizer.adjust(optim)
         return self.optimizer
 
-    def _loss(self, batch: MicroBatch, spec: StepSpec) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    def _loss(self, layout: Layout, tokens: Tokens, spec: StepSpec) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         """(scaled sum of token losses, sums for metrics, largest logprob difference to the engine's)."""
         entropy = spec.loss == "policy" and spec.policy.entropy != 0
-        found = self._forward(batch, temperature=spec.temperature, entropy=entropy)
+        found = self._forward(layout, temperature=spec.temperature, entropy=entropy)
         anchor = sum((value.sum() * 0.0 for value in found.values()), torch.zeros((), device=self.device))
-        if not batch.rows:
+        if not tokens.rows:
             return anchor, {}, torch.zeros((), device=self.device)
-        tokens = gather(batch.rows, found, self.device)
+        tokens = tokens.computed(found)
         loss, sums = loss_of(spec)(tokens, spec)
         same = tokens.versions == spec.version
         away = torch.where(same, (tokens.logprobs.detach() - tokens.old).abs(), torch.zeros_like(tokens.old))
@@ -181,13 +185,16 @@ class FsdpBackend:
         diff = away.max() if away.numel() else torch.zeros((), device=self.device)
         return (loss * tokens.scales).sum() + anchor, sums, diff
 
-    def _forward(
-        self, batch: MicroBatch, *, temperature: float, entropy: bool = False, top: int = 0, replay: bool = True
-    ) -> dict[str, Tensor]:
-        """The model's answers for the owned tokens. An empty micro-batch is computed too: the others wait for it."""
+    def _prepared(self, batch: MicroBatch) -> tuple[Layout, Tokens]:
+        return self._laid_out(batch), gather(batch.rows, self.device)
+
+    def _laid_out(self, batch: MicroBatch, *, replay: bool = True) -> Layout:
         multiple = FLEX_MULTIPLE if self._tree_attention == "flex_attention" else 1
         routing = bool(self.replay.layers) and replay and self.config.replay_routing
-        layout = lay_out(batch, self.device, multiple=multiple, routing=routing)
+        return lay_out(batch, self.device, multiple=multiple, routing=routing)
+
+    def _forward(self, layout: Layout, *, temperature: float, entropy: bool = False, top: int = 0) -> dict[str, Tensor]:
+        """The model's answers for the owned tokens. An empty micro-batch is computed too: the others wait for it."""
         self.replay.use(layout.experts)
         kind = self._tree_attention if layout.end is not None else "sdpa"
         self.lm.config._attn_implementation = kind
@@ -201,18 +208,14 @@ class FsdpBackend:
             mask=None if layout.end is None else tree_mask(layout.end, kind),
             temperature=temperature,
             entropy=entropy,
-            candidates_KC=self._candidates(batch.rows),
+            candidates_KC=layout.candidates,
             top=top,
         )
-        return {name: value * 0.0 for name, value in found.items()} if empty else found
-
-    def _candidates(self, rows: Sequence[Row]) -> Tensor | None:
-        given = [row.tracks["candidate_ids"] for row in rows if "candidate_ids" in row.tracks]
-        return torch.from_numpy(np.concatenate(given)).to(self.device) if given else None
+        return found
 
     def _reduced(self, sums: dict[str, Tensor], diff_max: Tensor) -> dict[str, float]:
         mine = {name: float(value) for name, value in sums.items()}
-        mine |= {"flipped": self.replay.flipped, "replayed": self.replay.replayed}
+        mine |= {"flipped": float(self.replay.flipped), "replayed": float(self.replay.replayed)}
         names = sorted({name for found in _gathered(sorted(mine)) for name in found})
         total = torch.tensor([mine.get(name, 0.0) for name in names], dtype=torch.float64)
         peak = diff_max.detach().double().cpu().reshape(1)

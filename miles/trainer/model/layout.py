@@ -18,7 +18,7 @@ __all__ = ["Layout", "gather", "lay_out"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """B sequences of L tokens. `picks` (K,) are places in the flattened B * L whose next token is `targets` (K,), in
-    the order of the rows and of their owned tokens.
+    the order of the rows and of their owned tokens. `candidates` (K, C) are tokens whose logprobs are asked too.
 
     A trie is one sequence with `positions` (1, L) and `end` (L,); padded rows have neither. `experts` (B * L, layers,
     k) are recorded choices of experts, -1 where there are none.
@@ -30,6 +30,7 @@ class Layout:
     positions: Tensor | None = None
     end: Tensor | None = None
     experts: Tensor | None = None
+    candidates: Tensor | None = None
 
 
 def lay_out(batch: MicroBatch, device: torch.device, *, multiple: int = 1, routing: bool = False) -> Layout:
@@ -69,11 +70,13 @@ def _picks(
 ) -> dict[str, Tensor]:
     """The predecessor of an owned token is the one before it in its row, wherever that lies."""
     none = [np.zeros(0, dtype=np.int64)]
+    candidates = [row.tracks["candidate_ids"] for row in rows if "candidate_ids" in row.tracks]
     picks = [place[np.flatnonzero(row.owned) - 1] for row, place in zip(rows, places, strict=True)]
     targets = [row.ids[row.owned] for row in rows]
     return {
         "picks": torch.from_numpy(np.concatenate(picks or none)).to(device),
         "targets": torch.from_numpy(np.concatenate(targets or none)).to(device),
+        **({"candidates": torch.from_numpy(np.concatenate(candidates)).to(device)} if candidates else {}),
     }
 
 
@@ -93,8 +96,8 @@ def _experts(
     return None if experts is None else torch.from_numpy(experts).to(device)
 
 
-def gather(rows: tuple[Row, ...], found: dict[str, Tensor], device: torch.device) -> Tokens:
-    """The owned tokens of a micro-batch with everything that is known of them; `found` is what the model computed."""
+def gather(rows: tuple[Row, ...], device: torch.device) -> Tokens:
+    """The owned tokens of a micro-batch with everything that is known of them before the model computes."""
     counts = [row.n_owned for row in rows]
     k = sum(counts)
 
@@ -115,13 +118,8 @@ def gather(rows: tuple[Row, ...], found: dict[str, Tensor], device: torch.device
         advantages = advantages + flat(
             [row.tracks.get("credit", np.zeros(row.n_owned, dtype=np.float32)) for row in rows], np.float32
         )
-    found = {name: value[:k] for name, value in found.items()}
-    values = found.get("values")
     return Tokens(
-        logprobs=found.get("logprobs", torch.zeros(k, device=device)),
-        entropy=found.get("entropy"),
-        candidates=found.get("candidates"),
-        values=values,
+        logprobs=torch.zeros(k, device=device),
         old=flat([row.logprobs for row in rows], np.float32),
         versions=flat([row.versions for row in rows], np.int64),
         advantages=advantages,

@@ -66,7 +66,8 @@ class RoutingReplay:
     """Hooks behind the routers of a model. Without routers it does nothing."""
 
     def __init__(self, model: Any) -> None:
-        self.flipped = self.replayed = 0.0
+        self.flipped: float | Tensor = 0.0
+        self.replayed: float | Tensor = 0.0
         self.recorded: dict[int, Tensor] | None = None
         self._experts: Tensor | None = None
         self.layers: list[int] = []
@@ -110,5 +111,5 @@ class RoutingReplay:
 
     def _count(self, known: Tensor, chosen: Tensor, own: Tensor) -> None:
         differ = (chosen.sort(-1)[0] != own.sort(-1)[0]).any(-1)
-        self.flipped += float((differ & known).sum())
-        self.replayed += float(known.sum())
+        self.flipped = self.flipped + (differ & known).sum()
+        self.replayed = self.replayed + known.sum()
