@@ -115,6 +115,13 @@ class RunFolder:
         """Complete checkpoints, oldest first."""
         return sorted(path.parent for path in self.path.glob("checkpoints/step-*/state.json"))
 
+    def newest_checkpoint(self) -> Path:
+        """Where a run can go on from; ConfigError when it has no checkpoint."""
+        found = self.checkpoints()
+        if not found:
+            raise ConfigError(f"{self.path} has no checkpoint to resume from; start again with `miles launch RECIPE`")
+        return found[-1]
+
     def new_checkpoint(self, step: int) -> Path:
         """A folder to write a checkpoint into, not yet counted as one."""
         partial = self.path / "checkpoints" / f".step-{step:06d}.partial"

@@ -33,7 +33,7 @@ from miles.runs import RunFolder
 from miles.sandboxes.pool import SandboxPool
 from miles.trainer.checkpoints import read_state
 from miles.trainer.data.rows import Row, demonstration_row
-from miles.trainer.loop import Driver
+from miles.trainer.loop import Driver, TrainConfig
 from miles.trainer.publish import Publisher
 from miles.trainer.trainer import Trainer
 from miles.types import Episode, Reporter
@@ -72,16 +72,12 @@ async def launch(config: RunConfig, reporter: Reporter) -> RunFolder:
 
 async def resume(folder: RunFolder, config: RunConfig, reporter: Reporter) -> RunFolder:
     """Go on from the newest checkpoint with the same data cursor."""
-    checkpoints = folder.checkpoints()
-    if not checkpoints:
-        raise ConfigError(
-            f"{folder.path} has no checkpoint to resume from; start again with `miles launch {config.name}`"
-        )
+    checkpoint = folder.newest_checkpoint()
     taskset = check_plugins(config)
     folder.write_config(dump_toml(config))
-    state = read_state(checkpoints[-1])
+    state = read_state(checkpoint)
     folder.log("resume", {name: state[name] for name in ("step", "warm_start")})
-    await _go(config, taskset, folder, reporter, checkpoint=checkpoints[-1])
+    await _go(config, taskset, folder, reporter, checkpoint=checkpoint)
     return folder
 
 
@@ -200,7 +196,8 @@ async def _parts(
                 "harness": config.generation or config.harness.name,
                 "sandbox": f"{config.sandbox.backend} ({capabilities.isolation}, limits {capabilities.limits})",
                 "engine": config.engine.name,
-                "trainer": f"{config.trainer.backend}, ranks {config.trainer.ranks}",
+                "trainer": _describe_trainer(config, trainer),
+                "algorithm": _describe_algorithm(config.train),
                 "model": describe(model),
                 "session server": server.url,
                 "folder": str(folder.path),
@@ -210,6 +207,28 @@ async def _parts(
         ticking = asyncio.create_task(_tick(rollout, reporter))
         stack.callback(ticking.cancel)
         yield _Parts(driver=driver, trainer=trainer, rendering=rendering)
+
+
+def _describe_trainer(config: RunConfig, trainer: Trainer) -> str:
+    info, compute = trainer.info["policy"], config.trainer.compute
+    share = f"{info.trainable / 1e6:.3g} of {info.parameters / 1e6:.3g} M parameters trained, {compute.dtype}"
+    tries = "shared prefixes are computed once" if info.packs else f"padded rows ({info.note})"
+    return f"{config.trainer.backend}, ranks {config.trainer.ranks}, {share}; {tries}"
+
+
+def _describe_algorithm(train: TrainConfig) -> str:
+    c = train.correction
+    limits = {
+        "mask": f"weights outside of [{c.low:g}, {c.high:g}] left out",
+        "truncate": f"weights cut at {c.high:g}",
+        "off": "no limit on weights",
+    }
+    reject = f", {c.reject_level}s with {c.reject} above {c.reject_above:g} rejected" if c.reject != "off" else ""
+    anchor = "the engine's logprobs" if c.anchor == "behaviour" else "recomputed logprobs"
+    return (
+        f"{train.advantage.estimator} advantages, {train.policy.kind} loss per {train.loss_unit}; off-policy: ratio to "
+        f"{anchor}, {c.level} {limits[c.mode]}{reject}"
+    )
 
 
 def _others(config: RunConfig, model: Path) -> dict[str, Path]:

@@ -53,13 +53,11 @@ async def launch_offline(config: OfflineRun, reporter: Reporter) -> RunFolder:
 
 async def resume_offline(folder: RunFolder, config: OfflineRun, reporter: Reporter) -> RunFolder:
     """Go on from the newest checkpoint, in the same pass over the file."""
-    checkpoints = folder.checkpoints()
-    if not checkpoints:
-        raise ConfigError(f"{folder.path} has no checkpoint to resume from; start again")
+    checkpoint = folder.newest_checkpoint()
     model = check(config)
     folder.write_config(dump_toml(config))
-    folder.log("resume", {"step": read_state(checkpoints[-1])["step"], "warm_start": 0})
-    await _go(config, model, folder, reporter, checkpoint=checkpoints[-1])
+    folder.log("resume", {"step": read_state(checkpoint)["step"], "warm_start": 0})
+    await _go(config, model, folder, reporter, checkpoint=checkpoint)
     return folder
 
 

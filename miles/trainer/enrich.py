@@ -5,15 +5,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from miles.trainer.algorithms.credit import (
+from miles.trainer.backend import Scores
+from miles.trainer.data.batch import Batch
+from miles.trainer.data.credit import (
     generalized_advantages,
     kl_penalty,
     teacher_credit,
     whitened,
     with_tracks,
 )
-from miles.trainer.backend import Scores
-from miles.trainer.data.batch import Batch
 from miles.trainer.data.rows import Row
 from miles.trainer.settings import AdvantageConfig, CorrectionConfig, DistillConfig, KlConfig, ScoreSpec
 from miles.trainer.teachers import Teachers

@@ -12,9 +12,9 @@ from pydantic import Field
 from miles.config import Config
 from miles.errors import TrainerError
 from miles.runs import RunFolder
-from miles.trainer.algorithms.credit import is_live
 from miles.trainer.checkpoints import Checkpoints
 from miles.trainer.data.batch import Batch, Part, build_batch, logprob_difference, normalize
+from miles.trainer.data.credit import is_live
 from miles.trainer.data.rows import Row
 from miles.trainer.enrich import Enricher
 from miles.trainer.publish import Publisher

@@ -14,9 +14,9 @@ from pydantic import Field
 from miles.config import Config
 from miles.errors import TrainerError
 from miles.runs import RunFolder
-from miles.trainer.algorithms.credit import with_tracks
 from miles.trainer.checkpoints import Checkpoints
 from miles.trainer.data.batch import normalize
+from miles.trainer.data.credit import with_tracks
 from miles.trainer.data.rows import Row
 from miles.trainer.settings import DpoConfig, OptimConfig, ScoreSpec, StepSpec
 from miles.trainer.trainer import Trainer

@@ -19,9 +19,9 @@ from miles.recipes.compose import launch
 from miles.recipes.config import load_recipe
 from miles.rollout.rendering.families import load_rendering
 from miles.runs import RunFolder
-from miles.trainer.algorithms.credit import is_live
 from miles.trainer.checkpoints import read_state
 from miles.trainer.data.batch import build_batch
+from miles.trainer.data.credit import is_live
 from miles.trainer.settings import AdvantageConfig
 from miles.types import Group, Tree
 from tests.trees import group, turn

@@ -159,6 +159,34 @@ async def test_evaluation_and_checkpoints_come_as_often_as_asked(drive):
     assert (last / "hf" / "tokenizer.json").exists()
 
 
+async def test_a_resumed_run_takes_the_very_steps_that_an_uninterrupted_one_takes(model, tmp_path):
+    """Model, moments, schedule, data cursor and version: losses and norms are equal to the last bit."""
+
+    async def steps(folder, total, resume):
+        state = read_state(folder.checkpoints()[-1]) if resume else {"step": 0, "source": None}
+        optim = OptimConfig(kind="muon", lr=1e-3, decay_steps=6)
+        async with Trainer(model, folder.logs, TrainerConfig(ranks=0)) as trainer:
+            if resume:
+                await trainer.load(folder.checkpoints()[-1])
+            publisher = Publisher(trainer, Sink())
+            driver = Driver(
+                trainer, Source(state=state["source"]), publisher, Evaluator(), folder, Silent(),
+                TrainConfig(steps=total, optim=optim), groups_per_step=2, step=state["step"],
+            )  # fmt: skip
+            await driver.train()
+            await driver.save()
+            publisher.close()
+
+    whole, parts = RunFolder.create(tmp_path, "whole"), RunFolder.create(tmp_path, "parts")
+    await steps(whole, 5, resume=False)
+    for total in (1, 3, 5):
+        await steps(parts, total, resume=total > 1)
+    facts = ("step", "groups", "loss", "grad_norm", "lr", "logprob_diff/max")
+    found = {f: [[line.get(key) for key in facts] for line in f.metrics("step")] for f in (whole, parts)}
+    assert found[parts] == found[whole]
+    assert [line[0] for line in found[whole]] == [1, 2, 3, 4, 5]
+
+
 async def test_told_to_stop_it_finishes_the_step_and_no_more(drive):
     driver, sink, evaluator, folder, _ = drive(Source(limit=4), steps=100)
     running = asyncio.create_task(driver.train())

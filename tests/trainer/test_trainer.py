@@ -1,7 +1,6 @@
 """Real FSDP2 ranks over gloo: one rank, two ranks and one plain process agree; what is saved is what comes back."""
 
 import os
-import random
 import signal
 from dataclasses import replace
 
@@ -12,42 +11,14 @@ from transformers import AutoModelForCausalLM
 
 from miles.errors import ConfigError, TrainerError
 from miles.trainer.algorithms.losses import loss_of
-from miles.trainer.data.batch import normalize
-from miles.trainer.data.rows import Row
 from miles.trainer.model.layout import gather
 from miles.trainer.settings import BackendConfig, OptimConfig, ScoreSpec, StepSpec
 from miles.trainer.trainer import Trainer, TrainerConfig
+from tests.trainer.conftest import plain_logprobs, rows_of, scaled
 
 OPTIM = OptimConfig(lr=1e-3)
 MUON = OptimConfig(kind="muon", lr=1e-3)
 POLICY = StepSpec(loss="policy", version=1)
-
-
-def rows_of(seed, lengths=(20, 31, 8, 15, 27, 5, 12, 30)):
-    """Rows of episodes e0, e1, …; each begins with four tokens that are only context."""
-    rng = random.Random(seed)
-    rows = []
-    for number, n in enumerate(lengths):
-        owned = [(place >= 4 and rng.random() < 0.8) or place == n - 1 for place in range(n)]
-        rows.append(
-            Row(
-                ids=[rng.randrange(400) for _ in range(n)],
-                owned=owned,
-                logprobs=[-6.0 - rng.random() for own in owned if own],
-                versions=[1] * sum(owned),
-                episode=f"e{number}",
-                group=f"g{number // 4}",
-                advantage=rng.choice([-1.0, 0.5, 1.0]),
-            )
-        )
-    return rows
-
-
-def scaled(rows, unit="episode"):
-    owned = {}
-    for row in rows:
-        owned[row.episode] = owned.get(row.episode, 0) + row.n_owned
-    return normalize(rows, owned, unit=unit, constant=50.0)
 
 
 async def outcome(model, tmp_path, *, ranks, micro_tokens=8192, optim=OPTIM, steps=3, rows=rows_of, unit="episode"):
@@ -73,13 +44,6 @@ async def test_two_ranks_and_small_micro_batches_equal_one_process(model, tmp_pa
     alone = await outcome(model, tmp_path, ranks=0, optim=optim)
     shared = await outcome(model, tmp_path, ranks=2, micro_tokens=64, optim=optim)
     assert_same(alone, shared, atol=2e-5 if optim is OPTIM else 5e-4)  # Muon orthogonalises in bfloat16
-
-
-def plain_logprobs(plain, row, temperature=1.0):
-    """(n,) logprobs of a row's owned tokens by a Hugging Face model as it is."""
-    ids = torch.from_numpy(row.ids)
-    logprobs = torch.log_softmax(plain(input_ids=ids[None]).logits[0, :-1].float() / temperature, -1)
-    return logprobs.gather(-1, ids[1:, None])[:, 0][torch.from_numpy(row.owned[1:])]
 
 
 def parted(row, choose):
@@ -152,7 +116,7 @@ async def test_the_difference_to_the_engines_logprobs_is_measured_on_tokens_of_t
 
 @pytest.mark.parametrize("optim", [OPTIM, MUON], ids=["adamw", "muon"])
 async def test_a_resumed_run_goes_on_bit_by_bit(model, tmp_path, optim):
-    config = TrainerConfig(ranks=1)
+    config = TrainerConfig(ranks=0)
 
     async def steps(trainer, seeds):
         return [await trainer.step(scaled(rows_of(seed)), POLICY, optim) for seed in seeds]
@@ -167,17 +131,30 @@ async def test_a_resumed_run_goes_on_bit_by_bit(model, tmp_path, optim):
         assert await steps(trainer, [2, 3]) == expected
 
 
-async def test_a_checkpoint_of_two_ranks_resumes_on_one(model, tmp_path):
-    async with Trainer(model, tmp_path, TrainerConfig(ranks=2)) as trainer:
-        await trainer.step(scaled(rows_of(0)), POLICY, OPTIM)
-        await trainer.save(tmp_path / "saved")
-        expected = await trainer.step(scaled(rows_of(1)), POLICY, OPTIM)
-        assert await trainer.saved(wait=True)
+async def test_checkpoints_move_between_numbers_of_ranks(model, tmp_path):
+    """One rank saves, two ranks go on and save, one rank goes on: as if nothing had happened."""
+
+    def same(found, expected):
+        assert found["loss"] == pytest.approx(expected["loss"], abs=1e-6)
+        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+
     async with Trainer(model, tmp_path, TrainerConfig(ranks=0)) as trainer:
-        await trainer.load(tmp_path / "saved")
-        resumed = await trainer.step(scaled(rows_of(1)), POLICY, OPTIM)
-    assert resumed["loss"] == pytest.approx(expected["loss"], abs=1e-6)
-    assert resumed["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+        await trainer.step(scaled(rows_of(0)), POLICY, OPTIM)
+        await trainer.save(tmp_path / "one")
+        expected = [await trainer.step(scaled(rows_of(seed)), POLICY, OPTIM) for seed in (1, 2)]
+        assert await trainer.saved(wait=True)
+    async with Trainer(model, tmp_path, TrainerConfig(ranks=2)) as trainer:
+        await trainer.load(tmp_path / "one")
+        same(await trainer.step(scaled(rows_of(1)), POLICY, OPTIM), expected[0])
+        await trainer.save(tmp_path / "two")
+        same(await trainer.step(scaled(rows_of(2)), POLICY, OPTIM), expected[1])
+        assert await trainer.saved(wait=True)
+        # a step in which one of the ranks has nothing to compute
+        alone = await trainer.step(scaled(rows_of(3)[:1]), POLICY, OPTIM)
+        assert alone["tokens/trained"] == rows_of(3)[0].n_owned
+    async with Trainer(model, tmp_path, TrainerConfig(ranks=0)) as trainer:
+        await trainer.load(tmp_path / "two")
+        same(await trainer.step(scaled(rows_of(2)), POLICY, OPTIM), expected[1])
 
 
 async def test_after_a_trainer_that_could_not_start_another_one_starts(model, tmp_path):

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from miles.trainer.algorithms.credit import generalized_advantages, is_live, kl_penalty, teacher_credit, whitened
+from miles.trainer.data.credit import generalized_advantages, is_live, kl_penalty, teacher_credit, whitened
 from miles.trainer.data.rows import Row
 
 
