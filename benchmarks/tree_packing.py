@@ -1,6 +1,6 @@
 """Rows merged into token tries against padded rows: forward and backward of the same rows, in turns, in one run.
 
-    python -m benchmarks.tree_packing [--hidden 128] [--layers 2] [--scale 1] [--repeat 3] [--dtype float32]
+    python -m benchmarks.tree_packing [--hidden 256] [--layers 2] [--scale 1] [--repeat 3] [--dtype float32]
 
 Prints for four shapes: tokens of the rows, over unique tokens; seconds of a step as rows and packed; their ratio; by
 how much the losses differ. With a GPU it runs there, tries with FlexAttention.
@@ -54,7 +54,7 @@ async def step_s(trainer: Trainer, rows: list[Row], repeat: int) -> tuple[float,
 
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--scale", type=int, default=1, help="multiplies all lengths")
     parser.add_argument("--repeat", type=int, default=3)

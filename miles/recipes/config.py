@@ -117,6 +117,8 @@ class RunConfig(Config):
     def _consistent(self) -> "RunConfig":
         if self.publish.kind == "inprocess" and (self.engine.name != "inprocess" or self.trainer.ranks != 0):
             raise ValueError("publish.kind=inprocess needs one process: engine.name=inprocess trainer.ranks=0")
+        if self.publish.kind == "broadcast" and (self.engine.name == "inprocess" or self.trainer.ranks == 0):
+            raise ValueError("publish.kind=broadcast needs two processes: engine.name=embedded trainer.ranks=1 or more")
         return self
 
 

@@ -29,3 +29,12 @@ def test_benchmarks_run(script, arguments, lines):
     )
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == lines
+
+
+@pytest.mark.slow
+def test_the_trainers_validation_finds_every_way_equal():
+    command = [sys.executable, "-m", "scripts.validate_trainer", "--hidden", "64", "--layers", "1"]
+    done = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "FAILED" not in done.stdout
+    assert done.stdout.count("gradient norm off") >= 10

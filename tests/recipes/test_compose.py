@@ -401,6 +401,10 @@ def test_a_full_disk_stops_the_run_with_instructions(run_of, tmp_path):
             "there is no module 'nowhere'. If it is your own file, run miles in the folder",
         ),
         (["model.path=/tmp"], "give either model.path .* or model.tiny"),
+        (["train.policy.kind=gsop"], "unknown loss 'gsop'; did you mean gspo"),
+        (["train.advantage.estimator=groq"], "unknown advantage 'groq'; did you mean grpo"),
+        (["publish.kind=broadcast", "trainer.ranks=0"], "publish.kind=broadcast needs two processes"),
+        (["train.distill.coefficient=1"], "distillation needs a teacher"),
     ],
 )
 def test_what_the_user_can_mend_is_told_at_once(capsys, tmp_path, overrides, message):
