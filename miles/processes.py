@@ -8,6 +8,7 @@ possibly several times; any other method answers with its return value.
 import asyncio
 import contextlib
 import ctypes
+import hashlib
 import importlib
 import os
 import pickle
@@ -51,18 +52,26 @@ def owner_tag() -> str:
     return _own_tag(os.getpid())
 
 
+@cache
+def _machine() -> str:
+    """Names this boot of this machine, and this namespace of processes: only there can an owner's pid be looked up."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    told = boot.read_text() if boot.exists() else socket.gethostname()
+    return hashlib.sha256(f"{told} {Path('/proc/self/ns/pid').stat().st_ino}".encode()).hexdigest()[:8]
+
+
 def scratch_folder(name: str, parent: Path | None = None) -> Path:
     """A new temporary folder of this process; folders of the same name whose owners are dead are removed."""
-    root = parent or Path(tempfile.gettempdir())
-    for folder in root.glob(f"miles-{name}-*-*-*"):
-        pid, start = folder.name.split("-")[2:4]
+    root, prefix = parent or Path(tempfile.gettempdir()), f"miles-{name}-{_machine()}-"
+    for folder in root.glob(f"{prefix}*-*-*"):
+        pid, start = folder.name.removeprefix(prefix).split("-")[:2]
         try:
             alive = process_tag(int(pid)) == f"{pid}-{start}"
         except (FileNotFoundError, ProcessLookupError, ValueError):
             alive = False
         if not alive:
             shutil.rmtree(folder, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"miles-{name}-{owner_tag()}-", dir=root))
+    return Path(tempfile.mkdtemp(prefix=f"{prefix}{owner_tag()}-", dir=root))
 
 
 def deferred(method: F) -> F:

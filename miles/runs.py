@@ -12,6 +12,7 @@ RUN/save-now              made by anyone: the run writes a checkpoint after its 
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -70,9 +71,20 @@ class RunFolder:
     def logs(self) -> Path:
         return self.path / "logs"
 
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the folder against a second process that would go on with the same run; ConfigError if one does."""
+        with (self.path / ".lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise ConfigError(f"{self.path} is being trained by another process; stop it first") from error
+            yield
+
     def write_config(self, toml: str) -> None:
         """Keep the resolved recipe."""
-        self._guarded(self.config, lambda: self.config.write_text(toml))
+        partial = self.config.with_suffix(".partial")
+        self.guarded(self.config, lambda: (partial.write_text(toml), partial.replace(self.config)))
 
     def log(self, kind: str, data: Mapping[str, Any]) -> None:
         """Append one line to metrics.jsonl."""
@@ -101,7 +113,7 @@ class RunFolder:
 
     def wish_to_save(self) -> None:
         """Ask the run that is going on here for a checkpoint after its present step."""
-        self._guarded(self.path / _SAVE_NOW, (self.path / _SAVE_NOW).touch)
+        self.guarded(self.path / _SAVE_NOW, (self.path / _SAVE_NOW).touch)
 
     def take_wish_to_save(self) -> bool:
         """Whether somebody asked; asking is done once."""
@@ -125,18 +137,23 @@ class RunFolder:
     def new_checkpoint(self, step: int) -> Path:
         """A folder to write a checkpoint into, not yet counted as one."""
         partial = self.path / "checkpoints" / f".step-{step:06d}.partial"
-        shutil.rmtree(partial, ignore_errors=True)
-        self._guarded(partial, lambda: partial.mkdir(parents=True))
+        for left in self.path.glob("checkpoints/.step-*"):  # by a process that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        self.guarded(partial, lambda: partial.mkdir(parents=True))
         return partial
 
     def finish_checkpoint(self, partial: Path, state: Mapping[str, Any], *, keep: int) -> Path:
         """Make a written checkpoint count, in one rename; drop the oldest beyond `keep`."""
         final = partial.with_name(partial.name.removeprefix(".").removesuffix(".partial"))
-        self._guarded(partial, lambda: (partial / "state.json").write_text(json.dumps(state, indent=1)))
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
+        self.guarded(partial, lambda: (partial / "state.json").write_text(json.dumps(state, indent=1)))
+        aside = partial.with_suffix(".old")
+        if final.exists():
+            self.guarded(final, lambda: final.rename(aside))
+        self.guarded(final, lambda: partial.rename(final))
         for old in self.checkpoints()[:-keep]:
+            (old / "state.json").unlink(missing_ok=True)  # half deleted, it must not count
             shutil.rmtree(old, ignore_errors=True)
+        shutil.rmtree(aside, ignore_errors=True)
         return final
 
     def _append(self, path: Path, line: bytes) -> None:
@@ -155,9 +172,10 @@ class RunFolder:
             finally:
                 os.close(fd)
 
-        self._guarded(path, write)
+        self.guarded(path, write)
 
-    def _guarded(self, path: Path, write: Any) -> None:
+    def guarded(self, path: Path, write: Any) -> None:
+        """Call `write`; an OSError becomes a RunError that says what to do about `path`."""
         try:
             write()
         except OSError as error:

@@ -342,6 +342,10 @@ class GroupSource(Protocol):
         """Wait for `n` finished groups, oldest admission first; each group is given out once."""
         ...
 
+    def trained(self) -> None:
+        """Tell that what `take` gave last has been trained on: a resumed run must not see it again."""
+        ...
+
     def advance(self, version: WeightVersion) -> None:
         """Tell that engines now serve `version`: admission may go on."""
         ...

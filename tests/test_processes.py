@@ -125,13 +125,16 @@ async def test_ctrl_c_does_not_reach_a_child(worker):
     assert await worker.call("greet", name="on") == "hello on"
 
 
-def test_folders_of_dead_owners_go_when_the_next_one_is_made(tmp_path):
-    dead = tmp_path / "miles-demo-999999999-1-x"
-    dead.mkdir()
+def test_folders_of_dead_owners_of_this_machine_go_when_the_next_one_is_made(tmp_path):
     mine = scratch_folder("demo", tmp_path)
+    here = "-".join(mine.name.split("-")[:3])
+    dead, elsewhere = tmp_path / f"{here}-999999999-1-x", tmp_path / "miles-demo-0a1b2c3d-999999999-1-x"
+    dead.mkdir()
+    elsewhere.mkdir()  # in a folder that machines share, nobody can tell here whether its owner lives
     other = scratch_folder("demo", tmp_path)
     assert mine.is_dir()
     assert other.is_dir()
+    assert elsewhere.is_dir()
     assert not dead.exists()
 
 

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from miles.errors import ConfigError
-from miles.trainer.rows import tree_rows
+from miles.trainer.data.rows import tree_rows
 from miles.trajectories import Trajectory, open_trajectories
 from miles.types import Edge, Faulted, Tree
 from tests.trees import episode, turn
@@ -35,7 +35,7 @@ def test_paths_are_the_trainers_rows_before_ownership():
     assert [ids for ids, _, _ in paths] == [[1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 8, 9]]
     assert [mask for _, mask, _ in paths] == [[False] * 2 + [True] * 2 + [False] + [True] * 2, [False] * 6]
     assert paths[0][2] == [None, None, -0.5, -0.5, None, -0.5, -0.5]
-    assert [row.ids for row in tree_rows(TREE)] == [[1, 2, 3, 4, 5, 6, 7]]
+    assert [row.ids.tolist() for row in tree_rows(TREE)] == [[1, 2, 3, 4, 5, 6, 7]]
 
 
 def test_a_token_without_a_logprob_is_not_to_be_trained():

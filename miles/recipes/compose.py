@@ -31,7 +31,7 @@ from miles.rollout.scheduler import AsyncRollout
 from miles.rollout.session.server import SessionServer
 from miles.runs import RunFolder
 from miles.sandboxes.pool import SandboxPool
-from miles.trainer.checkpoints import read_state
+from miles.trainer.checkpoints import check_same_models, read_state
 from miles.trainer.data.rows import Row, demonstration_row
 from miles.trainer.loop import Driver, TrainConfig
 from miles.trainer.publish import Publisher
@@ -66,18 +66,21 @@ async def launch(config: RunConfig, reporter: Reporter) -> RunFolder:
     taskset = check_plugins(config)
     folder = RunFolder.create(config.run.root, config.name)
     folder.write_config(dump_toml(config))
-    await _go(config, taskset, folder, reporter, checkpoint=None)
+    with folder.locked():
+        await _go(config, taskset, folder, reporter, checkpoint=None)
     return folder
 
 
 async def resume(folder: RunFolder, config: RunConfig, reporter: Reporter) -> RunFolder:
     """Go on from the newest checkpoint with the same data cursor."""
-    checkpoint = folder.newest_checkpoint()
-    taskset = check_plugins(config)
-    folder.write_config(dump_toml(config))
-    state = read_state(checkpoint)
-    folder.log("resume", {name: state[name] for name in ("step", "warm_start")})
-    await _go(config, taskset, folder, reporter, checkpoint=checkpoint)
+    with folder.locked():
+        checkpoint = folder.newest_checkpoint()
+        taskset = check_plugins(config)
+        state = read_state(checkpoint)
+        check_same_models(state, config.trainer, critic=config.train.advantage.estimator == "gae")
+        folder.write_config(dump_toml(config))
+        folder.log("resume", {name: state[name] for name in ("step", "warm_start")})
+        await _go(config, taskset, folder, reporter, checkpoint=checkpoint)
     return folder
 
 
@@ -92,6 +95,8 @@ def check_plugins(config: RunConfig) -> Taskset:
         ("losses", config.train.policy.kind),
     ):
         resolve(kind, name)
+    if config.train.advantage.turn_credit is not None:
+        resolve("advantages", config.train.advantage.turn_credit)
     if config.engine.name == "scripted":
         raise ConfigError("the scripted engine plays given replies: name an instance of it as module:attr")
     if config.generation is not None:
@@ -125,6 +130,7 @@ async def _go(
             try:
                 if driver.step == 0 and driver.warmed < config.train.warm_start.steps:
                     await driver.warm_start(_demonstrations(config, taskset, parts.rendering))
+                    await _begin_others_there(config, parts.trainer, folder)
                 await driver.train()
             except Exception as error:  # whatever ended the run, a checkpoint is worth having
                 await rescue(driver, folder, error)
@@ -153,7 +159,9 @@ async def _parts(
         model = await asyncio.to_thread(_model, config, taskset, folder)
         engine = _engine(config, model, folder)
         stack.push_async_callback(engine.close)
-        trainer = Trainer(model, folder.logs, config.trainer, seed=config.run.seed, others=_others(config, model))
+        warmed = folder.path / _WARMED
+        others = _others(config, warmed if warmed.is_dir() else model)
+        trainer = Trainer(model, folder.logs, config.trainer, seed=config.run.seed, others=others)
         pool = SandboxPool(_backend(config), config.sandbox)
         capabilities = await pool.start()
         stack.push_async_callback(pool.close)
@@ -242,6 +250,18 @@ def _others(config: RunConfig, model: Path) -> dict[str, Path]:
     if train.advantage.estimator == "gae":
         others["critic"] = train.critic.path or model
     return others
+
+
+async def _begin_others_there(config: RunConfig, trainer: Trainer, folder: RunFolder) -> None:
+    """After a warm start, the reference and the critic are what it made of the policy; resumed runs find it there."""
+    followers = [role for role, path in _others(config, folder.path / _WARMED).items() if path.name == _WARMED]
+    if followers:
+        await trainer.export(folder.path / _WARMED)
+    for role in followers:
+        await trainer.replace(role, folder.path / _WARMED)
+
+
+_WARMED = "warmed"
 
 
 def _rollout(

@@ -117,6 +117,15 @@ class RunConfig(Config):
     def _consistent(self) -> "RunConfig":
         if self.publish.kind == "inprocess" and (self.engine.name != "inprocess" or self.trainer.ranks != 0):
             raise ValueError("publish.kind=inprocess needs one process: engine.name=inprocess trainer.ranks=0")
+        train = self.train
+        if train.minibatches > self.rollout.groups_per_step:
+            raise ValueError(f"train.minibatches={train.minibatches} needs rollout.groups_per_step of at least as many")
+        others = train.kl.coefficient or train.policy.entropy or train.distill.coefficient
+        if train.advantage.estimator == "nothing" and not others and not train.advantage.turn_credit:
+            raise ValueError("train.advantage.estimator=nothing trains nothing: set train.distill, train.kl or another")
+        lora = self.trainer.compute.lora is not None
+        if lora and train.kl.coefficient and train.warm_start.steps and not train.kl.reference:
+            raise ValueError("with LoRA the reference is the model before the warm start: set train.kl.reference")
         if self.publish.kind == "broadcast" and (self.engine.name == "inprocess" or self.trainer.ranks == 0):
             raise ValueError("publish.kind=broadcast needs two processes: engine.name=embedded trainer.ranks=1 or more")
         return self

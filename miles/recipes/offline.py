@@ -16,7 +16,7 @@ from miles.registry import resolve
 from miles.rollout.rendering.families import check_tokenizer, load_rendering
 from miles.rollout.rendering.rendering import Rendering
 from miles.runs import RunFolder
-from miles.trainer.checkpoints import read_state
+from miles.trainer.checkpoints import check_same_models, read_state
 from miles.trainer.data.rows import Row, demonstration_row
 from miles.trainer.offline import OfflineConfig, OfflineDriver, Unit
 from miles.trainer.trainer import Trainer, TrainerConfig
@@ -47,17 +47,21 @@ async def launch_offline(config: OfflineRun, reporter: Reporter) -> RunFolder:
     model = check(config)
     folder = RunFolder.create(config.run.root, config.name)
     folder.write_config(dump_toml(config))
-    await _go(config, model, folder, reporter, checkpoint=None)
+    with folder.locked():
+        await _go(config, model, folder, reporter, checkpoint=None)
     return folder
 
 
 async def resume_offline(folder: RunFolder, config: OfflineRun, reporter: Reporter) -> RunFolder:
     """Go on from the newest checkpoint, in the same pass over the file."""
-    checkpoint = folder.newest_checkpoint()
-    model = check(config)
-    folder.write_config(dump_toml(config))
-    folder.log("resume", {"step": read_state(checkpoint)["step"], "warm_start": 0})
-    await _go(config, model, folder, reporter, checkpoint=checkpoint)
+    with folder.locked():
+        checkpoint = folder.newest_checkpoint()
+        model = check(config)
+        state = read_state(checkpoint)
+        check_same_models(state, config.trainer, critic=False)
+        folder.write_config(dump_toml(config))
+        folder.log("resume", {"step": state["step"], "warm_start": 0})
+        await _go(config, model, folder, reporter, checkpoint=checkpoint)
     return folder
 
 

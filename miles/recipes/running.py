@@ -49,7 +49,7 @@ async def rescue(driver: Stoppable, folder: RunFolder, error: Exception) -> None
     try:
         path = await driver.save()
         error.add_note(f"saved {path}; go on with `miles launch --resume {folder.path}` when the cause is mended")
-    except MilesError as second:
+    except Exception as second:  # noqa: BLE001  the first error is the one to tell
         error.add_note(f"no checkpoint could be saved: {second}")
     with contextlib.suppress(MilesError):  # the disk may be what failed
         folder.log("end", {"step": driver.step, "error": str(error)})

@@ -32,6 +32,7 @@ class RolloutSource:
         self._groups = rollout.groups()
         self._skip = int(state["taken"]) if state else 0
         self._taken = self._skip
+        self._handed = 0
         self.version: WeightVersion = 0
 
     async def take(self, n: int) -> list[Group]:
@@ -43,11 +44,14 @@ class RolloutSource:
             taken.append(group)
             self._record(group)
             if len(taken) == n:
-                self._taken += n
+                self._handed = n
                 return taken
         raise RunError(
             f"the rollout ended with {len(taken)} of {n} groups for a step; make groups() endless or ask less"
         )
+
+    def trained(self) -> None:
+        self._taken, self._handed = self._taken + self._handed, 0
 
     def advance(self, version: WeightVersion) -> None:
         self.version = version

@@ -99,7 +99,7 @@ class AsyncRollout:
         self._counts: Counter[str] = Counter()
         self._totals: Counter[str] = Counter()
         self._discarded_in_a_row = 0
-        self._stale_in_a_row = 0
+        self._stale_in_a_row = self._replaced_in_a_row = 0
         self._fatal: BaseException | None = None
         self._pump: asyncio.Task[None] | None = None
         if state:
@@ -150,9 +150,11 @@ class AsyncRollout:
             self._ready.extendleft(reversed(taken))
             raise
 
+    def trained(self) -> None:
+        self._handed = []
+
     def advance(self, version: WeightVersion) -> None:
         self._version = version
-        self._handed = []
         self._wake.set()
 
     def counters(self) -> dict[str, float]:
@@ -195,13 +197,19 @@ class AsyncRollout:
             if group.id not in unfinished:
                 self._ready.append(group)
                 continue
+            task = self._task(group.seq)
+            if task.id != group.task_id:
+                log.warning("the order of tasks changed: %s is begun again as %s", group.task_id, task.id)
+                self._release(group.seq, again=True)
+                continue
             done = {episode.index for episode in group.episodes}
             missing = [index for index in range(self.config.group_size) if index not in done]
             self._open[group.id] = _Open(
                 seq=group.seq, round=self._rounds[group.seq], left=len(missing), episodes=list(group.episodes)
             )
-            task = self._task(group.seq)
             self._jobs.extend(Job(task=task, group_id=group.id, index=index) for index in missing)
+            if not missing:  # resumed with smaller groups
+                self._close_group(group.id)
 
     def _fresh(self, group: Group) -> bool:
         oldest = min((e.tree.oldest_version for e in group.episodes if e.tree.oldest_version is not None), default=None)
@@ -315,9 +323,12 @@ class AsyncRollout:
         group = self._open[group_id]
         group.left -= 1
         group.episodes.append(episode)
-        if group.left:
-            return
-        del self._open[group_id]
+        if not group.left:
+            self._close_group(group_id)
+
+    def _close_group(self, group_id: str) -> None:
+        """All episodes are done: the group is ready, or dropped, or replaced."""
+        group = self._open.pop(group_id)
         usable = sorted((e for e in group.episodes if e.reward is not None), key=lambda e: e.index)
         if len(usable) < min(self.config.min_group, self.config.group_size):
             self._counts["groups_dropped"] += 1
@@ -327,7 +338,14 @@ class AsyncRollout:
         done = Group(id=group_id, seq=group.seq, task_id=usable[0].task_id, episodes=tuple(usable))
         if self.config.drop_without_difference and done.without_difference:
             self._counts["groups_replaced"] += 1
+            self._replaced_in_a_row += 1
             self._release(group.seq, again=False)
+            if self._replaced_in_a_row >= self.config.discard_limit:
+                raise RunError(
+                    f"{self._replaced_in_a_row} groups in a row had equal rewards: every task is solved, or none is; "
+                    "change the tasks, or set rollout.drop_without_difference=false"
+                )
             return
+        self._replaced_in_a_row = 0
         self._ready.append(done)
         self._news.set()

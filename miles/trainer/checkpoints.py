@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from miles.errors import ConfigError
 from miles.runs import RunFolder
-from miles.trainer.trainer import Trainer
+from miles.trainer.trainer import Trainer, TrainerConfig
 from miles.types import Group, from_json, to_json
 
-__all__ = ["Checkpoints", "read_state"]
+__all__ = ["Checkpoints", "check_same_models", "read_state"]
 
 _GROUPS = "groups.jsonl"
 
@@ -30,19 +31,47 @@ class Checkpoints:
         partial = self._folder.new_checkpoint(step)
         source = dict(state.get("source") or {})
         groups: list[Group] = list(source.pop("groups", ()))
-        await asyncio.to_thread(_write_groups, partial / _GROUPS, groups)
+        path = partial / _GROUPS
+        await asyncio.to_thread(self._folder.guarded, path, lambda: _write_groups(path, groups))
         await self._trainer.save(partial)
-        self._open = partial, {**state, "source": source}
+        self._open = partial, {**state, "source": source, "models": _models(self._trainer)}
         return await self.complete(wait=wait)
 
     async def complete(self, *, wait: bool = False) -> Path | None:
         """Make the checkpoint count that was begun last, once all of it is written."""
-        if self._open is None or not await self._trainer.saved(wait=wait):
+        opened, self._open = self._open, None  # one that could not be written must never count
+        if opened is None:
             return None
-        (partial, state), self._open = self._open, None
+        if not await self._trainer.saved(wait=wait):
+            self._open = opened
+            return None
+        partial, state = opened
         path = self._folder.finish_checkpoint(partial, state, keep=self._keep)
         self._tell("checkpoint", {"step": state["step"], "path": str(path)})
         return path
+
+
+def check_same_models(state: Mapping[str, Any], config: TrainerConfig, *, critic: bool) -> None:
+    """Whether a checkpoint can be loaded into what `config` makes; ConfigError names the setting that changed."""
+    saved = state.get("models")
+    if saved is None:
+        return
+    lora = config.compute.lora.model_dump(mode="json") if config.compute.lora else None
+    if saved["lora"] != lora:
+        raise ConfigError(
+            f"the checkpoint was written with trainer.compute.lora={saved['lora']}, not {lora}: resume with the same, "
+            "or start a new run with model.path set to the checkpoint's hf/ folder"
+        )
+    if critic and not saved["critic"]:
+        raise ConfigError(
+            "the checkpoint has no critic, which train.advantage.estimator=gae needs: start a new run with "
+            "model.path set to the checkpoint's hf/ folder"
+        )
+
+
+def _models(trainer: Trainer) -> dict[str, Any]:
+    lora = trainer.config.compute.lora
+    return {"lora": lora.model_dump(mode="json") if lora else None, "critic": "critic" in trainer.info}
 
 
 def _write_groups(path: Path, groups: list[Group]) -> None:

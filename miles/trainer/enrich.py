@@ -46,7 +46,10 @@ class Enricher:
         if self._correction.anchor == "recomputed":
             rows = _tracked(rows, await self._trainer.score(rows, ask), anchor="logprobs")
         if self._kl.coefficient:
-            rows = _tracked(rows, await self._trainer.score(rows, ask, role="reference"), reference="logprobs")
+            near = ask.model_copy(
+                update={"replay": self._kl.reference is None}
+            )  # experts of another model mean nothing
+            rows = _tracked(rows, await self._trainer.score(rows, near, role="reference"), reference="logprobs")
             if self._kl.place == "reward":
                 rows = [kl_penalty(row, self._kl.coefficient) for row in rows]
         if self._distill.coefficient:

@@ -12,6 +12,7 @@ from pydantic import Field
 from miles.config import Config
 from miles.errors import TrainerError
 from miles.runs import RunFolder
+from miles.trainer.algorithms.metrics import joined
 from miles.trainer.checkpoints import Checkpoints
 from miles.trainer.data.batch import Batch, Part, build_batch, logprob_difference, normalize
 from miles.trainer.data.credit import is_live
@@ -184,12 +185,15 @@ class Driver:
         )
         batch = await self._enricher.enrich(batch, {group.id: group.task_id for group in groups})
         enriched = time.monotonic()
-        trained = await self._probe_routing(batch)
+        probed = await self._probe_routing(batch)
+        parts = []
         for number, part in enumerate(batch.parts):
             # After the first step the weights are no longer those that sampled: no difference to the engine to measure.
-            trained |= await self._step_policy(part, version=self.step if number == 0 else -1)
-            trained |= await self._step_critic(part)
+            policy = await self._step_policy(part, version=self.step if number == 0 else -1)
+            parts.append(policy | await self._step_critic(part))
+        trained = probed | joined(parts)
         self.step += 1
+        self._source.trained()
         train_s = time.monotonic() - began
         published = await self._publish()
         timings = {"train_s": train_s, "score_s": enriched - began, **published}
@@ -217,7 +221,7 @@ class Driver:
             version=version,
         )
         trained = await self._trainer.step(live, spec, config.optim)
-        if not live and (witnesses := rows[:_WITNESSES]):
+        if not live and version == self.step and (witnesses := rows[:_WITNESSES]):
             trained |= await self._difference(witnesses, ScoreSpec(temperature=self._temperature))
         return trained
 
@@ -261,8 +265,9 @@ class Driver:
         await self._checkpoints.complete()
         if self._eval_every and self.step % self._eval_every == 0 and not last:
             await self.evaluate()
+        wished = self._folder.take_wish_to_save()
         due = self.config.save_every and self.step % self.config.save_every == 0
-        if (due or self._folder.take_wish_to_save()) and not last:
+        if (due or wished) and not last:
             await self.save(wait=False)
 
     async def _take(self) -> list[Group] | None:

@@ -78,7 +78,7 @@ class OfflineDriver:
         self.config = config
         self._trainer, self._folder, self._reporter, self._seed = trainer, folder, reporter, seed
         cut = len(units) - config.held_out
-        self._units, self._held_out = [_named(u, str(at)) for at, u in enumerate(units[:cut])], list(units[cut:])
+        self._units, self._held_out = list(units[:cut]), list(units[cut:])
         self._checkpoints = Checkpoints(trainer, folder, keep=config.keep_checkpoints, tell=self._tell)
 
     async def train(self) -> None:
@@ -110,7 +110,9 @@ class OfflineDriver:
         references = await self._trainer.score(rows, role="reference")
         sums = [float((s["logprobs"] - r["logprobs"]).sum()) for s, r in zip(scores, references, strict=True)]
         margins = self.config.dpo.beta * (np.array(sums[0::2]) - np.array(sums[1::2]))
-        found = {"loss": float(np.logaddexp(0, -margins).mean()), "accuracy": float((margins > 0).mean())}
+        smooth = self.config.dpo.label_smoothing
+        losses = (1 - smooth) * np.logaddexp(0, -margins) + smooth * np.logaddexp(0, margins)
+        found = {"loss": float(losses.mean()), "accuracy": float((margins > 0).mean())}
         self._tell("held_out", {"step": self.step, **found, "pairs": len(margins)})
 
     async def save(self, *, wait: bool = True) -> Path | None:
@@ -122,15 +124,16 @@ class OfflineDriver:
         await self._checkpoints.complete()
         if self.step % self.config.eval_every == 0 and not last:
             await self.evaluate()
+        wished = self._folder.take_wish_to_save()
         due = self.config.save_every and self.step % self.config.save_every == 0
-        if (due or self._folder.take_wish_to_save()) and not last:
+        if (due or wished) and not last:
             await self.save(wait=False)
 
     def _batch(self) -> list[Unit]:
         """The step's units: a place in the endless sequence of shuffled passes, so a resumed run goes on in it."""
         n = len(self._units)
         places = range(self.step * self.config.batch, (self.step + 1) * self.config.batch)
-        return [self._units[_shuffled(self._seed, at // n, n)[at % n]] for at in places]
+        return [_named(self._units[_shuffled(self._seed, at // n, n)[at % n]], str(at)) for at in places]
 
     async def _with_reference(self, rows: list[Row]) -> list[Row]:
         if self.config.loss != "dpo":

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from miles.config import Config
+from miles.errors import TrainerError
 from miles.processes import scratch_folder
 from miles.trainer.trainer import Trainer
 from miles.types import BroadcastPlan, Weights, WeightSink, WeightVersion
@@ -81,14 +82,13 @@ class Publisher:
             settings: dict[str, Any] = {"dtype": self.config.dtype, "backend": self.config.backend}
             self._plan = await self._trainer.plan(f"miles-weights-{port}", port, receivers=receivers, **settings)
         weights = Weights(version=version, broadcast=self._plan)
-        received = asyncio.ensure_future(self._sink.load(weights))
-        sent = asyncio.ensure_future(self._trainer.broadcast(self._plan))
-        try:
-            pause_s, _ = await asyncio.gather(received, sent)
-        except BaseException:
-            for half in (received, sent):
-                half.cancel()
-            raise
+        # Both halves are waited for: a trainer that is left in the middle of sending could not save its work.
+        halves = self._sink.load(weights), self._trainer.broadcast(self._plan)
+        pause_s, error = await asyncio.gather(*halves, return_exceptions=True)
+        if isinstance(pause_s, BaseException):
+            raise pause_s
+        if error:
+            raise TrainerError(f"the weights could not be broadcast: {error}; set publish.kind=delta to go on without")
         seconds = time.monotonic() - began
         return {"publish_s": seconds, "pause_s": pause_s, "transfer_s": seconds - pause_s}
 

@@ -57,6 +57,7 @@ class TrainerRank:
         kind = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(kind, init_method=f"file://{rendezvous}", rank=rank, world_size=world)
         self._source, self._rank, self._config = Path(model), rank, config
+        self._backend, self._world, self._seed = backend, world, seed
         self._published: Snapshot | None = None
         self._group: tuple[str, Any] | None = None  # that the engines receive in
         self._files = ThreadPoolExecutor(1, thread_name_prefix="checkpoint files")
@@ -65,13 +66,32 @@ class TrainerRank:
             self.roles: dict[str, Backend] = {}
             self.info: dict[str, BackendInfo] = {}
             for role, path in {"policy": model, **(others or {})}.items():
-                own = config if role in ("policy", "critic") else config.model_copy(update={"lora": None})
-                self.roles[role] = made = resolve("trainers", backend)()
-                critic = role == "critic"
-                self.info[role] = made.init(Path(path), own, rank=rank, world=world, seed=seed, critic=critic)
+                self._make(role, path)
         except BaseException:
             self.close()  # the next trainer of this process may have a group of its own
             raise
+
+    def _make(self, role: str, path: str) -> None:
+        """Load a role's model. Teachers and critics are other models: no adapter, no replay of the policy's experts."""
+        changes: dict[str, Any] = {}
+        if role != "policy":
+            changes = {"lora": None, "replay_routing": role == "reference" and self._config.replay_routing}
+        config = self._config.model_copy(update=changes)
+        made: Backend = resolve("trainers", self._backend)()
+        facts: dict[str, Any] = {
+            "rank": self._rank,
+            "world": self._world,
+            "seed": self._seed,
+            "critic": role == "critic",
+        }
+        self.info[role] = made.init(Path(path), config, **facts)
+        self.roles[role] = made
+
+    def replace(self, role: str, path: str) -> BackendInfo:
+        """Load another model in the place of a role's."""
+        self.roles.pop(role, None)
+        self._make(role, path)
+        return self.info[role]
 
     def facts(self) -> dict[str, BackendInfo]:
         """What each role's model can do."""
@@ -124,16 +144,21 @@ class TrainerRank:
         facts = [(n, dtype if t.is_floating_point() else str(t.dtype)[6:], tuple(t.shape)) for n, t in self._weights()]
         return [name for name, _, _ in facts], [kind for _, kind, _ in facts], [shape for _, _, shape in facts]
 
-    def broadcast(self, plan: BroadcastPlan) -> None:
-        """Send every tensor to the engines; rank 0 does, the others only gather with it."""
-        if self._rank != 0:
-            for _ in self._weights():
-                pass
-            return
-        if self._group is None or self._group[0] != plan.group:
-            self._group = plan.group, join(plan, 0)
-        cuda = plan.backend == "nccl"
-        send(self._group[1], self._weights(), plan, torch.device("cuda" if cuda else "cpu"))
+    def broadcast(self, plan: BroadcastPlan) -> str:
+        """Send every tensor to the engines; rank 0 does, the others only gather with it. What went wrong, if anything:
+        as a value, since an engine that died is no reason to lose the ranks."""
+        tensors = self._weights()
+        error = ""
+        if self._rank == 0:
+            try:
+                if self._group is None or self._group[0] != plan.group:
+                    self._group = plan.group, join(plan, 0)
+                send(self._group[1], tensors, plan, torch.device("cuda" if plan.backend == "nccl" else "cpu"))
+            except RuntimeError as problem:  # torch's errors of groups and stores
+                error, self._group = str(problem), None
+        for _ in tensors:  # what was not sent is gathered all the same: the other ranks are in it
+            pass
+        return error
 
     def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self.roles["policy"].weights("full")
@@ -178,11 +203,9 @@ class TrainerRank:
         if not wait and not all(future.done() for future in self._writing):
             return False
         writing, self._writing = self._writing, []
-        try:
-            for future in writing:
-                future.result()
-        except Exception as error:
-            raise TrainerError(f"the checkpoint could not be written: {error}; is the disk full?") from error
+        errors = [error for future in writing if (error := future.exception()) is not None]  # waits for all of them
+        if errors:
+            raise TrainerError(f"the checkpoint could not be written: {errors[0]}; is the disk full?") from errors[0]
         return True
 
     def load(self, directory: str) -> None:

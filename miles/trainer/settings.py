@@ -85,7 +85,8 @@ class CorrectionConfig(Config):
     level: Literal["token", "sequence"] = "token"
     """sequence: one weight for a row, the geometric mean of its tokens'."""
     mode: Literal["mask", "truncate", "off"] = "mask"
-    """mask: outside of [low, high] a token is left out. truncate: the weight is cut at high."""
+    """mask: outside of [low, high] a token is left out. truncate: the weight (with anchor=behaviour the ratio of the
+    loss) is cut at high."""
     low: float = Field(0.125, ge=0.0)
     """Lowest weight that is used."""
     high: float = Field(8.0, gt=0.0)
@@ -265,6 +266,8 @@ class DistillConfig(Config):
     def _consistent(self) -> "DistillConfig":
         if self.coefficient and not self.teachers:
             raise ValueError("distillation needs a teacher: set train.distill.teachers.NAME.path or .url")
+        if self.teachers and not self.coefficient:
+            raise ValueError("teachers are named and never asked: set train.distill.coefficient")
         remote = [name for name, teacher in self.teachers.items() if teacher.url]
         if remote and self.on == "candidates" and self.chosen_by == "student":
             raise ValueError(f"teacher {remote[0]} is a server, which gives only its own candidates: chosen_by=teacher")

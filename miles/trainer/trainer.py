@@ -115,6 +115,10 @@ class Trainer:
         }
         return [by_row[id(row)] for row in rows]
 
+    async def replace(self, role: str, model: Path) -> None:
+        """Load another model directory in the place of a role's."""
+        self.info[role] = (await self._call("replace", role=role, path=str(model)))[0]
+
     async def weights(self, version: WeightVersion, directory: Path, *, dtype: str = "float32") -> Weights:
         """A published snapshot in `directory`: an HF model, or the adapter where one is trained."""
         adapter = self.config.compute.lora
@@ -150,9 +154,10 @@ class Trainer:
             shapes=tuple(shapes),
         )
 
-    async def broadcast(self, plan: BroadcastPlan) -> None:
-        """Send the weights to engines that are receiving them."""
-        await self._call("broadcast", plan=plan)
+    async def broadcast(self, plan: BroadcastPlan) -> str:
+        """Send the weights to engines that are receiving them; what went wrong, if anything."""
+        error: str = (await self._call("broadcast", plan=plan))[0]
+        return error
 
     async def tensors(self, version: WeightVersion) -> Weights:
         """A snapshot by value, for engines in this process (ranks=0)."""
@@ -182,7 +187,7 @@ class Trainer:
         compute = self.config.compute
         budget = max(compute.micro_tokens, max(len(row.ids) for row in rows))
         info = self.info.get(role)
-        may = info is not None and info.packs and compute.layout != "rows"
+        may = info is not None and info.packs and self.info["policy"].packs  # a critic's tries are tested on the policy
         shares = micro_batches(
             rows,
             ranks=len(self._ranks),

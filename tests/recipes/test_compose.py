@@ -18,12 +18,13 @@ from miles.cli.main import main
 from miles.recipes.compose import launch
 from miles.recipes.config import load_recipe
 from miles.rollout.rendering.families import load_rendering
+from miles.rollout.session.session import ChatRequest
 from miles.runs import RunFolder
 from miles.trainer.checkpoints import read_state
 from miles.trainer.data.batch import build_batch
 from miles.trainer.data.credit import is_live
 from miles.trainer.settings import AdvantageConfig
-from miles.types import Group, Tree
+from miles.types import Group, Scored, Tree
 from tests.trees import group, turn
 
 SMALL = [
@@ -155,33 +156,41 @@ def test_weights_reach_the_engine_as_differences_and_as_adapters(tmp_path, setti
     assert smallest < (0.98 if settings is DELTA else 0.5) * size
 
 
+async def alternate(context):
+    """A generation layer whose episodes are of one turn, good and bad by turns."""
+    async with context.session() as session:
+        done = await session.complete(ChatRequest(messages=context.task.prompt))
+        done.delivered()
+        return context.episode(session.tree(), Scored(reward=float(context.job.index % 2)))
+
+
+PPO = ["train.advantage.estimator=gae", "train.critic.warmup_steps=1", "train.advantage.whiten=true"]
+KL = ["train.kl.coefficient=0.01", "train.policy.kind=gspo", "train.policy.entropy=0.001"]
+DECOUPLED = ["train.correction.anchor=recomputed", "train.minibatches=2", "train.advantage.estimator=reinforce_pp"]
+DAPO = ["rollout.drop_without_difference=true", "train.advantage.overlong.limit=100", "train.policy.kind=cispo"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "metrics", "follows"),
     [
-        ["train.advantage.estimator=gae", "train.critic.warmup_steps=1", "train.advantage.whiten=true"],
-        ["train.kl.coefficient=0.01", "train.policy.kind=gspo", "train.policy.entropy=0.001"],
-        ["train.correction.anchor=recomputed", "train.minibatches=2", "train.advantage.estimator=reinforce_pp"],
-        ["rollout.drop_without_difference=true", "train.advantage.overlong.limit=100", "train.policy.kind=cispo"],
+        (PPO, {"critic/error", "critic/explained"}, True),
+        (KL, {"policy/kl_to_reference", "policy/entropy"}, True),
+        (DECOUPLED, {"policy/effective_samples", "policy/clipped"}, False),
+        (DAPO, {"policy/clipped", "groups_finished"}, False),
     ],
-    ids=["ppo-with-critic", "kl-gspo-entropy", "decoupled-minibatches", "dapo"],
+    ids=["ppo", "kl-gspo-entropy", "decoupled", "dapo"],
 )
-def test_algorithms_run_in_whole_runs(tmp_path, settings):
-    folder = launched(tmp_path, *ALONE, "publish.kind=inprocess", *settings)
+def test_algorithms_run_in_whole_runs_and_resume(tmp_path, settings, metrics, follows):
+    generation = "generation=tests.recipes.test_compose:alternate"
+    folder = launched(tmp_path, *ALONE, "publish.kind=inprocess", generation, *settings, "train.steps=2")
+    assert main(["launch", "--resume", str(folder.path), "train.steps=3"]) == 0
     steps = folder.metrics("step")
     assert [step["step"] for step in steps] == [1, 2, 3]
     assert all(step.get("skipped_not_finite", 0.0) == 0.0 for step in steps)
-    asked = {
-        "ppo": ["critic/error", "critic/explained"],
-        "kl-": ["policy/kl_to_reference", "policy/entropy"],
-        "dec": ["policy/effective_samples"],
-        "dap": ["policy/clipped"],
-    }
-    name = (
-        "ppo" if "gae" in settings[0] else "kl-" if "kl" in settings[0] else "dec" if "anchor" in settings[0] else "dap"
-    )
-    found = {key for step in steps for key in step}
-    assert set(asked[name]) <= found
+    assert metrics <= {key for step in steps for key in step}
+    # a reference and a critic begin where the warm start ended
+    assert (folder.path / "warmed" / "model.safetensors").exists() == follows
 
 
 def test_a_recipe_may_name_its_own_rollout_layer(tmp_path):

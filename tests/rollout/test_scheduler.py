@@ -208,6 +208,7 @@ async def test_the_order_of_tasks_is_the_same_however_often_it_is_interrupted(ro
         runner.version = version
         part = rollout_of(runner, n_tasks=5, max_staleness=1, state=state, version=version)
         seen += [(g.seq, g.task_id) for g in await part.take(2)]
+        part.trained()
         part.advance(version + 1)
         state = part.state()
         await part.close()
@@ -236,7 +237,7 @@ async def test_groups_that_a_failed_step_was_given_come_back_on_resume_as_they_w
     again = rollout_of(runner, max_staleness=0, state=state)
     assert await again.take(2) == given
     assert runner.jobs == []
-    rollout.advance(1)
+    rollout.trained()  # the step is done, whether its weights can be published or not
     assert rollout.state()["groups"] == []
 
 
@@ -257,6 +258,30 @@ async def test_a_group_that_was_half_done_goes_on_with_the_episodes_it_lacks(rol
     assert all([e.index for e in g.episodes] == [0, 1, 2, 3] for g in groups)
     ran = {(job.group_id, job.index) for job in second.jobs}
     assert not ran & {(name, index) for name, indices in done.items() for index in indices}
+
+
+async def test_a_half_done_group_of_smaller_groups_is_done_and_one_of_other_tasks_begins_again(rollout_of):
+    runner = Runner(gated=True)
+    rollout = rollout_of(runner, max_staleness=0, group_size=4, max_episodes=3)
+    rollout.start()
+    await settle()
+    runner.gate.set()
+    runner.gate.clear()
+    await settle()
+    state = rollout.state()
+    smaller = rollout_of(Runner(), max_staleness=0, group_size=3, state=state)
+    groups = await asyncio.wait_for(smaller.take(2), 2)
+    assert sorted((g.seq, len(g.episodes)) for g in groups) == [(0, 3), (1, 3)]
+    second = Runner()
+    others = rollout_of(second, n_tasks=7, max_staleness=0, group_size=4, state=state)
+    for group in await asyncio.wait_for(others.take(2), 2):
+        assert len({episode.task_id for episode in group.episodes}) == 1
+
+
+async def test_when_no_group_has_a_difference_the_run_says_so(rollout_of):
+    rollout = rollout_of(Runner(), drop_without_difference=True, discard_limit=5)
+    with pytest.raises(RunError, match="5 groups in a row had equal rewards"):
+        await asyncio.wait_for(rollout.take(2), 5)
 
 
 async def test_groups_without_difference_are_replaced_when_asked(rollout_of):

@@ -29,6 +29,9 @@ class Source:
         self.taken += n
         return [group(1.0, 0.0, id=f"g{self.taken - n + i}", tree=tree) for i in range(n)]
 
+    def trained(self):
+        self.done = self.taken
+
     def advance(self, version):
         self.version = version
 
@@ -154,7 +157,8 @@ async def test_evaluation_and_checkpoints_come_as_often_as_asked(drive):
     assert evaluator.versions == [0, 2, 4, 5]
     assert [line["step"] for line in folder.metrics("checkpoint")] == [2, 4, 5]
     (last,) = folder.checkpoints()
-    assert read_state(last) == {"step": 5, "warm_start": 0, "source": {"taken": 10, "groups": []}}
+    models = {"lora": None, "critic": False}
+    assert read_state(last) == {"step": 5, "warm_start": 0, "source": {"taken": 10, "groups": []}, "models": models}
     assert (last / "hf" / "config.json").exists()
     assert (last / "hf" / "tokenizer.json").exists()
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from concurrent.futures import Future
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from miles.errors import ConfigError, TrainerError
+from miles.runs import RunFolder
 from miles.trainer.algorithms.losses import loss_of
+from miles.trainer.checkpoints import Checkpoints
 from miles.trainer.model.layout import gather
 from miles.trainer.settings import BackendConfig, OptimConfig, ScoreSpec, StepSpec
 from miles.trainer.trainer import Trainer, TrainerConfig
@@ -39,7 +42,7 @@ def assert_same(one, other, *, atol=2e-5):
         assert torch.allclose(tensor, other[1][name], atol=atol), name
 
 
-@pytest.mark.parametrize("optim", [OPTIM, MUON], ids=["adamw", "muon"])
+@pytest.mark.parametrize("optim", [OPTIM, pytest.param(MUON, marks=pytest.mark.slow)], ids=["adamw", "muon"])
 async def test_two_ranks_and_small_micro_batches_equal_one_process(model, tmp_path, optim):
     alone = await outcome(model, tmp_path, ranks=0, optim=optim)
     shared = await outcome(model, tmp_path, ranks=2, micro_tokens=64, optim=optim)
@@ -194,6 +197,34 @@ async def test_a_step_without_rows_or_with_nan_changes_nothing(model, tmp_path):
         assert (await trainer.step(scaled(poisoned), POLICY, OPTIM))["skipped_not_finite"] == 1.0
         after = (await trainer.tensors(0)).tensors
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+async def test_a_step_whose_tokens_are_all_left_out_changes_nothing_and_is_counted(model, tmp_path):
+    async with Trainer(model, tmp_path, TrainerConfig(ranks=0)) as trainer:
+        await trainer.step(scaled(rows_of(0)), POLICY, OPTIM)  # now there is momentum
+        before = (await trainer.tensors(0)).tensors
+        far = [replace(row, logprobs=row.logprobs - 50) for row in rows_of(1)]
+        metrics = await trainer.step(scaled(far), POLICY, OPTIM)
+        after = (await trainer.tensors(0)).tensors
+    assert (metrics["policy/masked"], metrics["skipped_all_masked"], metrics["lr"]) == (1.0, 1.0, 0.0)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+async def test_a_checkpoint_that_could_not_be_written_never_counts(model, tmp_path):
+    folder = RunFolder.create(tmp_path, "demo")
+    async with Trainer(model, tmp_path, TrainerConfig(ranks=0)) as trainer:
+        checkpoints = Checkpoints(trainer, folder, keep=1, tell=lambda kind, data: None)
+        good = await checkpoints.begin(1, {"step": 1}, wait=True)
+        await checkpoints.begin(2, {"step": 2}, wait=False)
+        broken = trainer._ranks[0]._rank._writing
+        broken.append(Future())
+        broken[-1].set_exception(OSError("no space left"))
+        with pytest.raises(TrainerError, match="is the disk full"):
+            await checkpoints.complete(wait=True)
+        assert await checkpoints.complete(wait=True) is None
+        assert folder.checkpoints() == [good]
+        assert await checkpoints.begin(3, {"step": 3}, wait=True)
+    assert [path.name for path in folder.checkpoints()] == ["step-000003"]
 
 
 async def test_a_dead_rank_ends_the_step_and_names_its_log(model, tmp_path):

@@ -256,10 +256,10 @@ class ContinuousEngine:
     def close(self) -> None:
         """Stop the loop and the dispatcher."""
         self._closing = True
-        self._manager.stop(block=True, timeout=10, hard_stop=True)
-        self._dispatcher.join(timeout=2)
         if self._local is not None:
             shutil.rmtree(self._local.directory, ignore_errors=True)
+        self._manager.stop(block=True, timeout=10, hard_stop=True)
+        self._dispatcher.join(timeout=2)
 
 
 def _read(directory: Path) -> dict[str, torch.Tensor]:

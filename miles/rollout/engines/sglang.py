@@ -6,7 +6,9 @@ carries the oldest that it may have: the one that was served when the request wa
 """
 
 import asyncio
+import contextlib
 import json
+import secrets
 import shutil
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
@@ -39,6 +41,7 @@ class SGLangEngine:
         self._local: LocalCheckpoint | None = None
         self._group, self._ranks = "", 1
         self._adapters: list[str] = []  # loaded ones, the newest last
+        self._life = secrets.token_hex(4)  # names of adapters that an earlier client left may not be taken again
         self._context_length = 0
         self.model_path = ""
 
@@ -158,6 +161,12 @@ class SGLangEngine:
 
     async def load(self, weights: Weights) -> float:
         """Load a directory of safetensors, or a directory and deltas, or an adapter, that the server can read too."""
+        try:
+            return await self._load(weights)
+        except httpx.TransportError as error:
+            raise EngineLost(f"the SGLang server at {self.url} is gone: {type(error).__name__} {error}") from error
+
+    async def _load(self, weights: Weights) -> float:
         if weights.broadcast is not None:
             return await self._receive(weights.broadcast, weights.version)
         if weights.directory is None:
@@ -229,7 +238,7 @@ class SGLangEngine:
 
     async def _load_adapter(self, weights: Weights) -> float:
         """A new name for every version: requests in flight go on with the adapter that they began with."""
-        name = f"{weights.adapter}-v{weights.version}"
+        name = f"{weights.adapter}-{self._life}-v{weights.version}"
         reply = await self._http.post(
             "/load_lora_adapter", json={"lora_name": name, "lora_path": str(weights.directory)}
         )
@@ -245,6 +254,9 @@ class SGLangEngine:
         """Let go of the server; it goes on running."""
         if self._aborts:
             await asyncio.wait(self._aborts, timeout=2.0)
+        with contextlib.suppress(httpx.HTTPError):
+            for name in self._adapters:
+                await self._http.post("/unload_lora_adapter", json={"lora_name": name}, timeout=5.0)
         await self._http.aclose()
         if self._local is not None:
             shutil.rmtree(self._local.directory, ignore_errors=True)

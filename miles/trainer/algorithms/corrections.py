@@ -32,9 +32,10 @@ def correct(tokens: Tokens, config: CorrectionConfig) -> Correction:
     near = (w >= config.low) & (w <= config.high) if config.mode == "mask" else torch.ones_like(w, dtype=torch.bool)
     distance = _distance(tokens, log_w, config)
     kept = near if distance is None else near & (distance <= config.reject_above)
-    weight = torch.ones_like(w)
-    if recomputed and config.mode != "off":
-        weight = w.clamp(max=config.high)
+    if recomputed:
+        weight = w.clamp(max=config.high) if config.mode == "truncate" else w
+    else:  # the loss has the ratio already: what is above the limit is taken off it
+        weight = (config.high / w).clamp(max=1.0) if config.mode == "truncate" else torch.ones_like(w)
     raw = log_w.exp()
     sums = {
         "masked": (~near).sum(),

@@ -4,6 +4,7 @@ Tokens that are not owned never get here, so nothing that stands in their places
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ def loss_of(spec: StepSpec) -> Loss:
 def policy(tokens: Tokens, spec: StepSpec) -> tuple[Tensor, Sums]:
     """The configured policy gradient with its corrections, and what is added to it: KL, entropy, distillation."""
     correction = correct(tokens, spec.correction)
+    tokens = replace(tokens, used=correction.used)
     gradient: Loss = resolve("losses", spec.policy.kind)
     loss, sums = gradient(tokens, spec)
     loss = loss * correction.weight
@@ -41,6 +43,7 @@ def policy(tokens: Tokens, spec: StepSpec) -> tuple[Tensor, Sums]:
     if tokens.candidates is not None and spec.distill:
         divergence = candidate_divergence(tokens)
         loss, sums = loss + spec.distill * divergence, sums | {"distill": divergence.detach().sum()}
+    sums |= {"used": correction.used.sum()}
     return torch.where(correction.used, loss, torch.zeros_like(loss)), sums
 
 
@@ -52,9 +55,10 @@ def ppo(tokens: Tokens, spec: StepSpec) -> tuple[Tensor, Sums]:
 def gspo(tokens: Tokens, spec: StepSpec) -> tuple[Tensor, Sums]:
     """PPO with one ratio for a row: the geometric mean of its tokens'. GSPO, arXiv 2507.18071, eq. 5 to 7.
 
-    A row's owned tokens are the sequence: of a tree, the part of a path that the row owns.
+    A row's owned tokens are the sequence: of a tree, the part of a path that the row owns. Tokens that the correction
+    leaves out have no part in it.
     """
-    return _clipped(tokens.mean_by_row(_log_ratio(tokens, spec)), tokens, spec)
+    return _clipped(tokens.mean_by_row(_log_ratio(tokens, spec), among=tokens.used), tokens, spec)
 
 
 def cispo(tokens: Tokens, spec: StepSpec) -> tuple[Tensor, Sums]:
@@ -67,8 +71,7 @@ def cispo(tokens: Tokens, spec: StepSpec) -> tuple[Tensor, Sums]:
 def reinforce(tokens: Tokens, spec: StepSpec) -> tuple[Tensor, Sums]:
     """-sg(r) A log p, unclipped: what limits the ratio is the correction alone."""
     ratio = _log_ratio(tokens, spec).detach().exp()
-    high = spec.correction.high if spec.correction.mode == "truncate" else ratio.new_tensor(float("inf"))
-    return -ratio.clamp(max=high) * tokens.advantages * tokens.logprobs, {"clipped": (ratio > high).sum()}
+    return -ratio * tokens.advantages * tokens.logprobs, {}
 
 
 def sft(tokens: Tokens, spec: StepSpec) -> tuple[Tensor, Sums]:

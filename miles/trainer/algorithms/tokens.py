@@ -16,7 +16,8 @@ class Tokens:
 
     logprobs: under the weights now; entropy: of the position's whole distribution; candidates (K, C): logprobs of
     `tracks["candidate_ids"]`; values: the critic's, before the token. `old` are the engine's logprobs, `row` numbers
-    the rows of the micro-batch from 0 to `rows` - 1. A loss returns (K,); each entry is multiplied by its `scale`.
+    the rows of the micro-batch from 0 to `rows` - 1; `used` are the tokens that the off-policy correction leaves in. A
+    loss returns (K,); each entry is multiplied by its `scale`.
     """
 
     logprobs: Tensor
@@ -30,6 +31,7 @@ class Tokens:
     entropy: Tensor | None = None
     candidates: Tensor | None = None
     values: Tensor | None = None
+    used: Tensor | None = None
 
     def computed(self, found: Mapping[str, Any]) -> "Tokens":
         """With what the model says: logprobs, entropy, candidates, values."""
@@ -39,7 +41,8 @@ class Tokens:
         """(rows,) sums of a (K,) vector over each row's tokens."""
         return torch.zeros(self.rows, dtype=values.dtype, device=values.device).index_add(0, self.row, values)
 
-    def mean_by_row(self, values: Tensor) -> Tensor:
-        """(K,) each token with its row's mean."""
-        counts = self.sum_by_row(torch.ones_like(values)).clamp(min=1)
-        return (self.sum_by_row(values) / counts)[self.row]
+    def mean_by_row(self, values: Tensor, among: Tensor | None = None) -> Tensor:
+        """(K,) each token with its row's mean, over the tokens of a mask where one is given."""
+        counted = torch.ones_like(values) if among is None else among.to(values.dtype)
+        counts = self.sum_by_row(counted).clamp(min=1)
+        return (self.sum_by_row(values * counted) / counts)[self.row]

@@ -26,13 +26,15 @@ def kl_penalty(row: Row, coefficient: float) -> Row:
 
 
 def teacher_credit(row: Row, coefficient: float) -> Row:
-    """Add coefficient * (teacher's logprob - logprob): the reverse KL to the teacher on the sampled tokens.
+    """Add coefficient * (teacher's logprob - logprob): the reverse KL to the teacher on the sampled tokens. The track
+    `teacher` is used up: of the batch's other rows, some may have no teacher.
 
     On-policy distillation: arXiv 2306.13649, with the student's own samples and the sampled estimate of its gradient.
     """
     if "teacher" not in row.tracks:
         return row
-    return _credited(row, coefficient * (row.tracks["teacher"] - row.logprobs))
+    credited = _credited(row, coefficient * (row.tracks["teacher"] - row.logprobs))
+    return replace(credited, tracks={name: track for name, track in credited.tracks.items() if name != "teacher"})
 
 
 def generalized_advantages(row: Row, *, discount: float, decay: float) -> Row:

@@ -7,11 +7,13 @@ number of ranks can read what any other number wrote.
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import async_save
@@ -22,7 +24,7 @@ from miles.trainer.settings import OptimConfig
 
 __all__ = ["load", "save"]
 
-_groups: dict[int, Any] = {}
+_groups: "WeakKeyDictionary[Any, Any]" = WeakKeyDictionary()
 
 
 def save(directory: Path, model: Any, optimizer: Optimizer | None, phase: str, *, rank: int) -> "Future[Any]":
@@ -34,7 +36,7 @@ def save(directory: Path, model: Any, optimizer: Optimizer | None, phase: str, *
         extra |= {"optim": optimizer.config.model_dump(), "steps": optimizer.steps, "phase": phase}
     torch.save(extra, directory / f"rank{rank}.pt")
     future: Future[Any] = async_save(  # type: ignore[assignment]
-        _state(model, optimizer), checkpoint_id=str(directory / "dcp"), process_group=_own_group()
+        _state(model, optimizer), checkpoint_id=str(directory / "dcp"), process_group=_own_group(model)
     )
     return future
 
@@ -52,6 +54,9 @@ def load(directory: Path, model: Any, *, rank: int, world: int) -> tuple[Optimiz
             optimizer.fill()
     try:
         state = _state(model, optimizer)
+        written = FileSystemReader(directory / "dcp").read_metadata().state_dict_metadata
+        if "optim" in state:  # a parameter that never had a gradient has no moments
+            state["optim"] = {key: value for key, value in state["optim"].items() if f"optim.{key}" in written}
         load_sharded(state, checkpoint_id=str(directory / "dcp"))
     except (CheckpointException, FileNotFoundError) as error:
         raise TrainerError(f"checkpoint {directory} cannot be read: {error}; resume from an older one") from error
@@ -63,13 +68,11 @@ def load(directory: Path, model: Any, *, rank: int, world: int) -> tuple[Optimiz
     return optimizer, phase
 
 
-def _own_group() -> Any:
-    """Collectives of the background must not meet those of the next step."""
-    world = id(dist.group.WORLD)
-    if world not in _groups:
-        _groups.clear()
-        _groups[world] = dist.new_group(backend="gloo")
-    return _groups[world]
+def _own_group(model: Any) -> Any:
+    """Collectives of the background must not meet those of the next step, nor those of another model's save."""
+    if model not in _groups:
+        _groups[model] = dist.new_group(backend="gloo")
+    return _groups[model]
 
 
 def _state(model: Any, optimizer: Optimizer | None) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import os
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -63,7 +63,7 @@ class FsdpBackend:
         if config.checkpoint_activations:
             lm.activation_checkpointing_enable({"use_reentrant": False})
         self.replay = RoutingReplay(lm)
-        self.policy: Any = Policy(lm, chunk=config.head_chunk, kind=_head(config) if cuda else "chunked", critic=critic)
+        self.policy: Any = Policy(lm, chunk=config.head_chunk, kind=_head(config, cuda=cuda), critic=critic)
         self.lm = lm
         self._shard()
         self.optimizer: Optimizer | None = None
@@ -158,10 +158,12 @@ class FsdpBackend:
         norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), optim.max_grad_norm)
         grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         finite = bool(np.isfinite(grad_norm))
-        lr = optimizer.step() if finite else 0.0
+        every, peak = self._reduced(sums, diff_max)
+        used = every.get("used", 1.0) > 0  # else the gradient is zero, and momentum alone would move the weights
+        lr = optimizer.step() if finite and used else 0.0
         optimizer.zero_grad()
-        ours = {"grad_norm": grad_norm, "lr": lr, "skipped_not_finite": float(not finite)}
-        return self._reduced(sums, diff_max) | ours
+        skipped = {"skipped_not_finite": float(not finite), "skipped_all_masked": float(not used)}
+        return step_metrics(every, peak) | {"grad_norm": grad_norm, "lr": lr, **skipped}
 
     def _optimizer_for(self, spec: StepSpec, optim: OptimConfig) -> Optimizer:
         if self.optimizer is None or (self._phase, self.optimizer.config.kind) != (spec.loss, optim.kind):
@@ -213,7 +215,8 @@ class FsdpBackend:
         )
         return found
 
-    def _reduced(self, sums: dict[str, Tensor], diff_max: Tensor) -> dict[str, float]:
+    def _reduced(self, sums: dict[str, Tensor], diff_max: Tensor) -> tuple[dict[str, float], float]:
+        """Sums and the largest difference over all ranks."""
         mine = {name: float(value) for name, value in sums.items()}
         mine |= {"flipped": float(self.replay.flipped), "replayed": float(self.replay.replayed)}
         names = sorted({name for found in _gathered(sorted(mine)) for name in found})
@@ -221,20 +224,16 @@ class FsdpBackend:
         peak = diff_max.detach().double().cpu().reshape(1)
         dist.all_reduce(total)
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-        return step_metrics(dict(zip(names, total.tolist(), strict=True)), float(peak.item()))
+        return dict(zip(names, total.tolist(), strict=True)), float(peak.item())
 
     def weights(self, kind: Literal["full", "adapter"] = "full") -> Iterator[tuple[str, Tensor]]:
         if kind == "adapter":
             assert self.config.lora is not None
             yield from lora.adapter_tensors(self.lm, self.config.lora.name)
-        elif self.config.lora is not None:
-            yield from lora.merged_weights(self.lm, self.config.lora)
         else:
+            yield from lora.merged_weights(self.lm, self.config.lora)
             kept = self.lm.state_dict().keys()
-            buffers = [(name, buffer) for name, buffer in self.lm.named_buffers() if name in kept]
-            for name, tensor in [*self.lm.named_parameters(), *buffers]:
-                full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-                yield name, full.detach()
+            yield from ((name, buffer) for name, buffer in self.lm.named_buffers() if name in kept)
 
     def save(self, directory: Path) -> Any:
         return checkpoint.save(directory, self.policy, self.optimizer, self._phase, rank=self.rank)
@@ -243,11 +242,20 @@ class FsdpBackend:
         self.optimizer, self._phase = checkpoint.load(directory, self.policy, rank=self.rank, world=self.world)
 
 
-def _head(config: BackendConfig) -> str:
-    """The fused kernel where it is installed and the weights are on the GPU."""
-    if config.head != "auto":
-        return config.head
-    return "liger" if find_spec("liger_kernel") and not config.cpu_offload else "chunked"
+def _head(config: BackendConfig, *, cuda: bool) -> str:
+    """The fused kernel where it is installed and the weights are on the GPU.
+
+    Before 0.8.2 its backward pass gave every token the first one's gradient when losses are per token.
+    """
+    try:
+        new_enough = tuple(int(n) for n in version("liger-kernel").split(".")[:3]) >= (0, 8, 2)
+    except (PackageNotFoundError, ValueError):
+        new_enough = False
+    if config.head == "liger" and not (cuda and new_enough):
+        raise ConfigError(
+            "trainer.compute.head=liger needs CUDA and `pip install 'liger-kernel>=0.8.2'`; or head=chunked"
+        )
+    return "liger" if config.head != "chunked" and cuda and new_enough and not config.cpu_offload else "chunked"
 
 
 def _gathered(value: Any) -> list[Any]:

@@ -28,6 +28,8 @@ class Policy(nn.Module):
         if critic:
             self.value = nn.Linear(lm.config.hidden_size, 1, bias=False)
             nn.init.zeros_(self.value.weight)
+            if not lm.config.tie_word_embeddings:
+                lm.get_output_embeddings().requires_grad_(False)  # a critic has no use for it
 
     def forward(
         self,
@@ -52,7 +54,8 @@ class Policy(nn.Module):
         if self.value is not None:
             return {"values": self.value(hidden).squeeze(-1).float().clone()}  # FSDP cannot hook a view
         head = self.lm.get_output_embeddings()
-        if self.kind == "liger" and candidates_KC is None and not entropy and not top and len(picks_K):
+        plain_ask = candidates_KC is None and not entropy and not top and head.bias is None
+        if self.kind == "liger" and plain_ask and len(picks_K):
             return {"logprobs": _liger(hidden / temperature, head, targets_K)}
         return self._chunked(hidden, head, targets_K, temperature, entropy, candidates_KC, top)
 
@@ -100,5 +103,5 @@ def _liger(hidden: Tensor, head: Any, targets: Tensor) -> Tensor:
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
     except ImportError as error:
         raise ConfigError("trainer.compute.head=liger needs `pip install liger-kernel`; or set head=chunked") from error
-    loss: Tensor = LigerFusedLinearCrossEntropyLoss(reduction="none")(head.weight, hidden, targets, head.bias)
+    loss: Tensor = LigerFusedLinearCrossEntropyLoss(reduction="none")(head.weight, hidden, targets)
     return -loss.float()

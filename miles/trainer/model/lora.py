@@ -57,15 +57,15 @@ def adapter_tensors(model: Any, name: str) -> Iterator[tuple[str, Tensor]]:
             yield _PREFIX + full_name.replace(f".{name}.", "."), _full(parameter)
 
 
-def merged_weights(model: Any, config: LoraConfig) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, full tensor) of every weight, with the adapter's update added: W + alpha/r * B A."""
+def merged_weights(model: Any, config: LoraConfig | None) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, full tensor) of every weight, an adapter's update added: W + alpha/r * B A."""
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
         if ".lora_" in name:
             continue
         full = _full(parameter)
         stem = name.removesuffix(".base_layer.weight")
-        if stem != name and f"{stem}.lora_A.{config.name}.weight" in parameters:
+        if config is not None and f"{stem}.lora_A.{config.name}.weight" in parameters:
             a = _full(parameters[f"{stem}.lora_A.{config.name}.weight"]).float()
             b = _full(parameters[f"{stem}.lora_B.{config.name}.weight"]).float()
             full = (full.float() + config.alpha / config.rank * (b @ a)).to(full.dtype)

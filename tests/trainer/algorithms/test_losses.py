@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from miles.trainer.algorithms.losses import loss_of
+from miles.trainer.algorithms.metrics import joined, step_metrics
 from miles.trainer.algorithms.tokens import Tokens
 from miles.trainer.settings import CorrectionConfig, DpoConfig, KlConfig, PolicyLossConfig, StepSpec
 
@@ -47,7 +48,7 @@ def test_on_policy_every_loss_has_the_gradient_minus_the_advantage():
     for kind in ("ppo", "gspo", "cispo", "reinforce"):
         _, gradient, sums = run(policy(kind=kind), [-1.0, -2.0], [-1.0, -2.0], 0.5)
         assert gradient == pytest.approx([-0.5, -0.5])
-        assert (sums["clipped"], sums["masked"], sums["kl"]) == (0.0, 0.0, 0.0)
+        assert (sums.get("clipped", 0.0), sums["masked"], sums["kl"]) == (0.0, 0.0, 0.0)
 
 
 def test_beyond_the_clip_range_ppo_has_no_gradient():
@@ -88,6 +89,27 @@ def test_cispo_clips_the_weight_and_keeps_the_gradient():
     assert sums["clipped"] == 1.0
 
 
+def test_gspo_leaves_out_of_the_rows_ratio_what_the_correction_leaves_out():
+    new, old = [-1.0, -1.0, -19.0], [-1.0, -1.0, -1.0]
+    loss, gradient, sums = run(policy(CorrectionConfig(), kind="gspo"), new, old, 1.0)
+    assert loss == pytest.approx([-1.0, -1.0, 0.0])
+    assert gradient == pytest.approx([-1.0, -1.0, 0.0])
+    assert sums["used"] == 2.0
+
+
+@pytest.mark.parametrize("kind", ["ppo", "gspo", "reinforce"])
+def test_truncated_the_ratio_counts_up_to_the_limit_whatever_the_loss(kind):
+    correction = CorrectionConfig(mode="truncate", high=2.0)
+    spec = policy(correction, kind=kind, clip_high=100.0, dual_clip=1000.0)
+    assert run(spec, [0.0], [-2.0], -1.0)[1] == pytest.approx([2.0])
+
+
+def test_decoupled_the_weight_is_there_in_every_mode():
+    for mode, weight in (("off", math.e**2), ("truncate", 3.0), ("mask", math.e**2)):
+        correction = CorrectionConfig(anchor="recomputed", mode=mode, high=3.0 if mode == "truncate" else 9.0)
+        assert run(policy(correction), [-1.0], [-3.0], 1.0, anchor=[-1.0])[0] == pytest.approx([-weight])
+
+
 def test_reinforce_weighs_by_the_ratio_up_to_the_corrections_limit():
     cut = CorrectionConfig(mode="truncate", high=2.0)
     assert run(policy(cut, kind="reinforce"), [0.0], [-1.0], 1.0)[1] == pytest.approx([-2.0])
@@ -100,7 +122,21 @@ def test_a_loss_of_ones_own_is_named_by_module_and_attribute():
 
 
 def twice(tokens, spec):
-    return -2 * tokens.logprobs, {}
+    return -2 * tokens.logprobs, {"mine": tokens.logprobs.detach().sum()}
+
+
+def test_sums_of_ones_own_become_metrics_per_token():
+    sums = run(policy(kind="tests.trainer.algorithms.test_losses:twice"), [-1.0, -3.0], [-1.0, -3.0], 1.0)[2]
+    assert step_metrics(sums | {"tokens": 2.0, "loss": 0.0, "same": 0.0}, 0.0)["policy/mine"] == -2.0
+
+
+def test_metrics_of_several_steps_are_added_or_averaged():
+    one = {"tokens/trained": 4.0, "loss": 1.0, "logprob_diff/max": 0.1, "skipped_empty": 1.0}
+    two = {"tokens/trained": 6.0, "loss": 2.0, "critic/error": 3.0}
+    found = joined([one, two])
+    assert found == {
+        "tokens/trained": 10.0, "loss": 1.5, "logprob_diff/max": 0.1, "skipped_empty": 1.0, "critic/error": 3.0
+    }  # fmt: skip
 
 
 # corrections
@@ -142,8 +178,6 @@ def test_rows_are_rejected_by_the_mean_of_their_tokens():
 
 
 def test_effective_samples_are_all_when_on_policy():
-    from miles.trainer.algorithms.metrics import step_metrics
-
     def share(old):
         sums = run(policy(), [-1.0, -1.0], old, 1.0)[2] | {"tokens": 2.0, "loss": 0.0, "same": 0.0}
         return step_metrics(sums, 0.0)["policy/effective_samples"]

@@ -22,7 +22,8 @@ def test_distance_to_the_reference_is_taken_off_each_token():
 
 
 def test_a_teacher_that_likes_a_token_better_adds_credit_and_one_that_was_not_asked_nothing():
-    assert teacher_credit(row(teacher=[-0.5, -3.0]), 1.0).tracks["credit"].tolist() == [0.5, -2.0]
+    credited = teacher_credit(row(teacher=[-0.5, -3.0]), 1.0)
+    assert {name: track.tolist() for name, track in credited.tracks.items()} == {"credit": [0.5, -2.0]}
     assert "credit" not in teacher_credit(row(), 1.0).tracks
 
 

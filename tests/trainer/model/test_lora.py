@@ -52,6 +52,7 @@ async def test_only_the_adapter_trains_and_peft_reads_what_is_published(model, t
     assert_same_scores(scores, by_merge)
 
 
+@pytest.mark.slow
 async def test_two_ranks_train_the_same_adapter(model, tmp_path):
     alone, both = await trained(model, tmp_path), await trained(model, tmp_path, ranks=2)
     for one, other in zip(alone[0], both[0], strict=True):
@@ -108,6 +109,17 @@ async def test_the_embedded_engine_samples_with_the_adapter_that_was_published(m
         logprobs = torch.log_softmax(plain(input_ids=ids).logits[0, 2:-1], -1)
     expected = logprobs.gather(-1, ids[0, 3:, None])[:, 0].tolist()
     assert list(found.logprobs) == pytest.approx(expected, abs=1e-4)
+
+
+async def test_an_exported_model_has_the_buffers_of_its_base(moe_models, tmp_path):
+    base = AutoModelForCausalLM.from_pretrained(moe_models["glm-4-moe"], dtype=torch.float32)
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    base.get_buffer(name).copy_(torch.arange(8.0))
+    base.save_pretrained(tmp_path / "base")
+    for lora in (LoraConfig(targets=("q_proj",)), None):
+        async with trainer_of(tmp_path / "base", tmp_path, lora=lora) as trainer:
+            exported = await trainer.export(tmp_path / "out")
+        assert load_file(exported / "model.safetensors")[name].tolist() == list(range(8))
 
 
 async def test_targets_that_the_model_does_not_have_are_told(model, tmp_path):
