@@ -54,7 +54,10 @@ def build(cls: type[C], data: Mapping[str, Any]) -> C:
     try:
         return cls.model_validate(dict(data))
     except ValidationError as error:
-        lines = [f"{'.'.join(str(p) for p in e['loc']) or cls.__name__}: {e['msg']}" for e in error.errors()]
+        lines = [
+            f"{'.'.join(str(p) for p in e['loc']) or cls.__name__}: {e['msg'].removeprefix('Value error, ')}"
+            for e in error.errors()
+        ]
         raise ConfigError("; ".join(lines)) from error
 
 
@@ -114,7 +117,8 @@ def _parse(key: str, raw: str, annotation: Any) -> Any:
     except tomllib.TOMLDecodeError as error:
         if annotation is Any:
             return raw
-        raise ConfigError(f"{key}={raw}: cannot be read as {annotation}; write it as in TOML") from error
+        none = ", or `none` to leave it out" if type(None) in arms else ""
+        raise ConfigError(f"{key}={raw}: cannot be read as {annotation}; write it as in TOML{none}") from error
 
 
 def _arms(annotation: Any) -> tuple[Any, ...]:

@@ -164,9 +164,18 @@ def _step_cells(data: Mapping[str, Any]) -> dict[str, str]:
         "in flight": f"{data.get('in_flight', 0):.0f}",
         "scored/faulted/discarded": "/".join(str(n) for n in counts.values()),
         "logprob diff": "-" if diff is None else f"{diff:.1e}",
-        "grad": f"{data.get('grad_norm', 0.0):.2f}",
+        "grad": _gradient(data),
         "wait+train+publish s": f"{data['wait_s']:.1f}+{data['train_s']:.1f}+{data['publish_s']:.1f}",
     }
+
+
+def _gradient(data: Mapping[str, Any]) -> str:
+    """The gradient's norm, or why there was none."""
+    if data.get("skipped_empty"):
+        return "none, no group has a difference in reward"
+    if data.get("skipped_all_masked"):
+        return "none, every token is too far off-policy"
+    return f"{data.get('grad_norm', 0.0):.2f}"
 
 
 def _eval_line(data: Mapping[str, Any]) -> str:

@@ -52,14 +52,16 @@ def runs_save(options: argparse.Namespace) -> int:
     """Ask a run that is going on for a checkpoint, and wait until it is there."""
     run = _find(options.root, options.run)
     before = set(run.checkpoints())
+    if run.metrics("end"):
+        newest = f"its newest checkpoint is {max(before)}" if before else "it has no checkpoint"
+        raise ConfigError(f"{run.path} has ended; {newest}")
     run.wish_to_save()
+    print(f"asked {run.path.name}; it writes after its present step (not in a warm start)", flush=True)
     deadline = time.monotonic() + options.wait
     while not (new := set(run.checkpoints()) - before):
         if run.metrics("end") or time.monotonic() > deadline:
-            raise ConfigError(
-                f"{run.path} wrote no checkpoint: is it running? It writes one after its step, if it still is; "
-                "`--wait SECONDS` waits longer"
-            )
+            run.take_wish_to_save()
+            raise ConfigError(f"{run.path} wrote no checkpoint: is it running? `--wait SECONDS` waits longer")
         time.sleep(0.2)
     print(f"checkpoint {max(new)} (loadable model in hf/)")
     return 0

@@ -16,7 +16,7 @@ from miles.errors import ConfigError
 from miles.harnesses.base import as_harness
 from miles.recipes.config import RunConfig
 from miles.recipes.plots import plot_rewards
-from miles.recipes.running import Running, ctrl_c, raise_file_limit, rescue
+from miles.recipes.running import Running, ctrl_c, raise_file_limit, rescue, told
 from miles.recipes.tiny_model import describe, make_tiny_model
 from miles.registry import resolve
 from miles.rollout.engines.base import Engine
@@ -66,7 +66,7 @@ async def launch(config: RunConfig, reporter: Reporter) -> RunFolder:
     taskset = check_plugins(config)
     folder = RunFolder.create(config.run.root, config.name)
     folder.write_config(dump_toml(config))
-    with folder.locked():
+    with folder.locked(), told(folder):
         await _go(config, taskset, folder, reporter, checkpoint=None)
     return folder
 
@@ -95,6 +95,9 @@ def check_plugins(config: RunConfig) -> Taskset:
         ("losses", config.train.policy.kind),
     ):
         resolve(kind, name)
+    for key, path in _model_keys(config).items():
+        if path is not None and not (path / "config.json").is_file():
+            raise ConfigError(f"{key}={path} is not a model directory (no config.json)")
     if config.train.advantage.turn_credit is not None:
         resolve("advantages", config.train.advantage.turn_credit)
     if config.engine.name == "scripted":
@@ -106,14 +109,20 @@ def check_plugins(config: RunConfig) -> Taskset:
     else:
         as_harness(make_plugin("harnesses", config.harness.name, config.harness.settings))
     if config.model.path is not None:
-        if not (config.model.path / "config.json").is_file():
-            raise ConfigError(f"model.path={config.model.path} is not a model directory (no config.json)")
         check_tokenizer(config.model.path)
     taskset: Taskset = make_plugin("envs", config.env.name, config.env.settings)
     for split in ("train", config.eval.split):
         if not taskset.tasks(split):
             raise ConfigError(f"env {config.env.name!r} has no tasks in split {split!r}")
     return taskset
+
+
+def _model_keys(config: RunConfig) -> dict[str, Path | None]:
+    """Every setting that names a model directory."""
+    train = config.train
+    teachers = {f"train.distill.teachers.{name}.path": t.path for name, t in train.distill.teachers.items()}
+    others = {"train.kl.reference": train.kl.reference, "train.critic.path": train.critic.path}
+    return {"model.path": config.model.path, **others, **teachers}
 
 
 async def _go(
@@ -233,9 +242,18 @@ def _describe_algorithm(train: TrainConfig) -> str:
     }
     reject = f", {c.reject_level}s with {c.reject} above {c.reject_above:g} rejected" if c.reject != "off" else ""
     anchor = "the engine's logprobs" if c.anchor == "behaviour" else "recomputed logprobs"
+    more = [f"{train.minibatches} steps a batch"] if train.minibatches > 1 else []
+    if train.kl.coefficient:
+        more.append(
+            f"KL {train.kl.coefficient:g} in the {train.kl.place} to {train.kl.reference or 'the first weights'}"
+        )
+    if train.distill.coefficient:
+        more.append(f"distilled on {train.distill.on} from {', '.join(train.distill.teachers)}")
+    if train.policy.entropy:
+        more.append(f"entropy {train.policy.entropy:g}")
     return (
-        f"{train.advantage.estimator} advantages, {train.policy.kind} loss per {train.loss_unit}; off-policy: ratio to "
-        f"{anchor}, {c.level} {limits[c.mode]}{reject}"
+        f"{train.advantage.estimator} advantages, {train.policy.kind} loss per {train.loss_unit}"
+        f"{''.join(', ' + part for part in more)}; off-policy: ratio to {anchor}, {c.level} {limits[c.mode]}{reject}"
     )
 
 

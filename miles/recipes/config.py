@@ -120,9 +120,15 @@ class RunConfig(Config):
         train = self.train
         if train.minibatches > self.rollout.groups_per_step:
             raise ValueError(f"train.minibatches={train.minibatches} needs rollout.groups_per_step of at least as many")
+        alone = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "maxrl")
+        if self.rollout.group_size == 1 and train.advantage.estimator in alone:
+            raise ValueError(
+                f"train.advantage.estimator={train.advantage.estimator} compares siblings: set "
+                "rollout.group_size to 2 or more"
+            )
         others = train.kl.coefficient or train.policy.entropy or train.distill.coefficient
         if train.advantage.estimator == "nothing" and not others and not train.advantage.turn_credit:
-            raise ValueError("train.advantage.estimator=nothing trains nothing: set train.distill, train.kl or another")
+            raise ValueError("train.advantage.estimator=nothing trains nothing: set train.distill or another one")
         lora = self.trainer.compute.lora is not None
         if lora and train.kl.coefficient and train.warm_start.steps and not train.kl.reference:
             raise ValueError("with LoRA the reference is the model before the warm start: set train.kl.reference")

@@ -10,7 +10,7 @@ from typing import Any
 from miles.config import Config, dump_toml
 from miles.errors import ConfigError, SessionError
 from miles.recipes.config import ModelSection, RunSection
-from miles.recipes.running import Running, ctrl_c, rescue
+from miles.recipes.running import Running, ctrl_c, rescue, told
 from miles.recipes.tiny_model import describe
 from miles.registry import resolve
 from miles.rollout.rendering.families import check_tokenizer, load_rendering
@@ -47,7 +47,7 @@ async def launch_offline(config: OfflineRun, reporter: Reporter) -> RunFolder:
     model = check(config)
     folder = RunFolder.create(config.run.root, config.name)
     folder.write_config(dump_toml(config))
-    with folder.locked():
+    with folder.locked(), told(folder):
         await _go(config, model, folder, reporter, checkpoint=None)
     return folder
 
@@ -122,13 +122,24 @@ def read_units(config: OfflineConfig, rendering: Rendering) -> Iterator[Unit]:
                 continue
             try:
                 unit = rows_of(json.loads(line), rendering)
-            except (ValueError, KeyError, TypeError, AttributeError, SessionError) as error:
+            except json.JSONDecodeError as error:
                 raise ConfigError(
-                    f"{config.path}, line {number}: {type(error).__name__} {error}; see docs/training.md"
+                    f"{config.path}, line {number} is not JSON: {error.msg} at column {error.colno}"
                 ) from error
+            except KeyError as error:
+                wanted = f"offline.loss={config.loss} wants {_WANTED[config.loss]}"
+                raise ConfigError(f"{config.path}, line {number} has no {error}; {wanted}") from error
+            except (ValueError, TypeError, AttributeError, SessionError) as error:
+                raise ConfigError(f"{config.path}, line {number} cannot be read as a conversation: {error}") from error
             if not all(row.n_owned for row in unit):
                 raise ConfigError(f"{config.path}, line {number}: no assistant message to learn from")
             yield unit
+
+
+_WANTED = {
+    "sft": 'lines of {"messages": […]}',
+    "dpo": 'lines of {"prompt": […], "chosen": […], "rejected": […]}',
+}
 
 
 def _conversation(data: dict[str, Any], rendering: Rendering) -> Unit:

@@ -15,7 +15,7 @@ from miles.recipes.plots import plot_rewards
 from miles.runs import RunFolder
 from miles.types import Reporter
 
-__all__ = ["Running", "Stoppable", "ctrl_c", "raise_file_limit", "rescue"]
+__all__ = ["Running", "Stoppable", "ctrl_c", "raise_file_limit", "rescue", "told"]
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +42,18 @@ class Running:
     """What a signal finds: nothing that can be stopped yet, or a driver."""
 
     driver: Stoppable | None = None
+
+
+@contextlib.contextmanager
+def told(folder: RunFolder) -> Iterator[None]:
+    """A run that fails before or after its driver says so in its folder too."""
+    try:
+        yield
+    except Exception as error:
+        if not folder.metrics("end"):
+            with contextlib.suppress(MilesError):
+                folder.log("end", {"step": 0, "error": str(error)})
+        raise
 
 
 async def rescue(driver: Stoppable, folder: RunFolder, error: Exception) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import Field
 
 from miles.config import Config
-from miles.errors import TrainerError
+from miles.errors import ConfigError
 from miles.runs import RunFolder
 from miles.trainer.checkpoints import Checkpoints
 from miles.trainer.data.batch import normalize
@@ -70,7 +70,7 @@ class OfflineDriver:
         step: int = 0,
     ) -> None:
         if len(units) <= config.held_out:
-            raise TrainerError(
+            raise ConfigError(
                 f"{config.path} has {len(units)} lines and offline.held_out={config.held_out}: nothing is left to train"
             )
         self.step = step

@@ -98,6 +98,12 @@ class CorrectionConfig(Config):
     reject_above: float = Field(0.1, gt=0.0)
     """Distance, absolute for k1, above which."""
 
+    @model_validator(mode="after")
+    def _consistent(self) -> "CorrectionConfig":
+        if self.low > self.high:
+            raise ValueError(f"low={self.low:g} is above high={self.high:g}: every token would be left out")
+        return self
+
 
 class KlConfig(Config):
     """Distance to a frozen reference policy."""

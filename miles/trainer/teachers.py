@@ -1,6 +1,7 @@
 """Teachers of on-policy distillation: a model beside the policy, or a running SGLang server."""
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
@@ -15,6 +16,9 @@ from miles.trainer.settings import DistillConfig, ScoreSpec
 from miles.trainer.trainer import Trainer
 
 __all__ = ["HttpTeacher", "LocalTeacher", "Teacher", "Teachers"]
+
+
+log = logging.getLogger(__name__)
 
 
 class Teacher(Protocol):
@@ -83,6 +87,7 @@ class Teachers:
 
     def __init__(self, trainer: Trainer, config: DistillConfig) -> None:
         self.config = config
+        self._warned = False
         self._teachers: dict[str, Teacher] = {
             name: HttpTeacher(teacher.url) if teacher.url else LocalTeacher(trainer, f"teacher:{name}")
             for name, teacher in config.teachers.items()
@@ -91,6 +96,10 @@ class Teachers:
     async def score(self, rows: Sequence[Row], tasks: Sequence[str], ask: ScoreSpec) -> list[Scores | None]:
         """One answer a row; None where no teacher is asked about its task."""
         answers: list[Scores | None] = [None] * len(rows)
+        orphans = {task for task in tasks if self._name_of(task) is None}
+        if len(orphans) == len(set(tasks)) and not self._warned:
+            self._warned = True
+            log.warning("no teacher fits any task of this batch, as %r: look at train.distill.teachers", tasks[:1])
         for name, teacher in self._teachers.items():
             pattern = self.config.teachers[name].tasks
             mine = [at for at, task in enumerate(tasks) if self._name_of(task) == name and fnmatchcase(task, pattern)]

@@ -414,6 +414,10 @@ def test_a_full_disk_stops_the_run_with_instructions(run_of, tmp_path):
         (["train.advantage.estimator=groq"], "unknown advantage 'groq'; did you mean grpo"),
         (["publish.kind=broadcast", "trainer.ranks=0"], "publish.kind=broadcast needs two processes"),
         (["train.distill.coefficient=1"], "distillation needs a teacher"),
+        (["train.kl.reference=/nope", "train.kl.coefficient=1"], "train.kl.reference=/nope is not a model directory"),
+        (["rollout.group_size=1"], "compares siblings: set rollout.group_size to 2 or more"),
+        (["train.correction.low=9"], "low=9 is above high=8: every token would be left out"),
+        (["trainer.compute.lora=null"], "or `none` to leave it out"),
     ],
 )
 def test_what_the_user_can_mend_is_told_at_once(capsys, tmp_path, overrides, message):

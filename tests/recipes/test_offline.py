@@ -123,8 +123,8 @@ def test_a_message_can_be_context_only(rendering, tmp_path, conversations):
 @pytest.mark.parametrize(
     "line, says",
     [
-        ("{not json", "line 2: JSONDecodeError"),
-        ('{"text": "x"}', "line 2: KeyError 'messages'"),
+        ("{not json", "line 2 is not JSON: .* at column 2"),
+        ('{"text": "x"}', "line 2 has no 'messages'; offline.loss=sft wants"),
         ('{"messages": [{"role": "user", "content": "x"}]}', "line 2: no assistant message to learn from"),
     ],
 )
@@ -139,7 +139,8 @@ def test_what_the_user_can_mend_is_told(model, tmp_path, conversations, capsys):
     missing = recipe(tmp_path, model, tmp_path / "none.jsonl")
     assert main(["launch", missing]) == 2
     few = recipe(tmp_path, model, written(tmp_path / "few.jsonl", conversations[:8]))
-    assert main(["launch", few]) == 1
+    assert main(["launch", few]) == 2
+    assert the_run(tmp_path).metrics("end")[0]["error"]
     said = capsys.readouterr().err
     assert "no such file" in said
     assert "nothing is left to train" in said
@@ -160,4 +161,5 @@ async def test_a_run_writes_a_checkpoint_when_asked_from_outside(model, tmp_path
     await asyncio.gather(running, return_exceptions=True)
     runs[0].log("end", {"step": 1, "stopped": True})
     assert await asyncio.to_thread(main, ["runs", "save", str(runs[0].path)]) == 2
-    assert "is it running?" in capsys.readouterr().err
+    assert "has ended; its newest checkpoint is" in capsys.readouterr().err
+    assert not (runs[0].path / "save-now").exists()

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 
+from miles.errors import TrainerError
 from miles.registry import resolve
 from miles.trainer.settings import AdvantageConfig, OverlongConfig
 from miles.types import Episode, Finish, Group
@@ -74,7 +75,18 @@ def group_advantages(groups: Sequence[Group], config: AdvantageConfig) -> list[l
     estimate: Estimator = resolve("advantages", config.estimator)
     usable = [[episode for episode in group.episodes if episode.reward is not None] for group in groups]
     rewards = [[shaped_reward(episode, config.overlong) for episode in group] for group in usable]
-    filled = iter(estimate([group for group in rewards if group]))
+    given = [group for group in rewards if group]
+    found = estimate(given)
+    try:
+        fits = [len(group) for group in found] == [len(group) for group in given]
+    except TypeError:
+        fits = False
+    if not fits:
+        raise TrainerError(
+            f"advantage {config.estimator!r} must return one list for each of {len(given)} groups, with one number for "
+            "each of its episodes"
+        )
+    filled = iter(found)
     values = [next(filled) if group else [] for group in rewards]
     return [list(zip(episodes, found, strict=True)) for episodes, found in zip(usable, values, strict=True)]
 

@@ -1,6 +1,6 @@
 import pytest
 
-from miles.errors import ConfigError
+from miles.errors import ConfigError, TrainerError
 from miles.trainer.algorithms.advantages import (
     dr_grpo,
     group_advantages,
@@ -67,6 +67,16 @@ def test_an_estimator_of_ones_own_is_named_by_module_and_attribute():
     assert [v for _, v in group_advantages([group(1.0, 0.0)], config)[0]] == [2.0, 0.0]
     with pytest.raises(ConfigError, match="unknown advantage 'grop'; did you mean grpo"):
         group_advantages([group(1.0, 0.0)], AdvantageConfig(estimator="grop"))
+
+
+def test_an_estimator_of_another_shape_is_named():
+    config = AdvantageConfig(estimator="tests.trainer.algorithms.test_advantages:flat")
+    with pytest.raises(TrainerError, match="must return one list for each of 2 groups"):
+        group_advantages([group(1.0, 0.0), group(1.0, 0.0)], config)
+
+
+def flat(rewards):
+    return [1.0 for _ in rewards]
 
 
 def doubled(rewards):
