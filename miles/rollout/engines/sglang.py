@@ -99,6 +99,9 @@ class SGLangEngine:
             },
             "return_logprob": True,
             "stream": on_tokens is not None,
+            # Keys and values of older weights must not serve as a prefix: each version has a part of the cache of its
+            # own. (Flushing it in an update can kill 0.5.17.)
+            "extra_key": f"v{began}",
         }
         adapter = self._adapters[-1] if self._adapters else None
         if adapter is not None:
@@ -254,8 +257,9 @@ class SGLangEngine:
         """Let go of the server; it goes on running."""
         if self._aborts:
             await asyncio.wait(self._aborts, timeout=2.0)
+        adapters, self._adapters = self._adapters, []
         with contextlib.suppress(httpx.HTTPError):
-            for name in self._adapters:
+            for name in adapters:
                 await self._http.post("/unload_lora_adapter", json={"lora_name": name}, timeout=5.0)
         await self._http.aclose()
         if self._local is not None:

@@ -4,16 +4,20 @@ import asyncio
 import contextlib
 import json
 import socket
+from pathlib import Path
 
 import pytest
+import torch
 import uvicorn
+from safetensors.torch import load_file, save_file
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
+from miles.deltas import Snapshot, write_delta
 from miles.errors import ConfigError, EngineError, EngineLost
 from miles.rollout.engines.sglang import SGLangEngine
-from miles.types import Finish, GenerateRequest, Weights
+from miles.types import BroadcastPlan, Finish, GenerateRequest, Weights
 
 IDS = [5, 6, 7, 8]
 
@@ -216,6 +220,57 @@ async def test_new_weights_are_loaded_while_requests_pause(pair, tmp_path):
     assert server.calls[1][1]["weight_version"] == "5"
     assert server.calls[1][1]["flush_cache"] is False
     assert engine.version == 5
+
+
+async def test_each_version_has_a_part_of_the_prefix_cache_of_its_own(pair, tmp_path):
+    engine, server = pair
+    await engine.generate(request())
+    await engine.load(Weights(version=5, directory=tmp_path))
+    await engine.generate(request())
+    assert [asked["extra_key"] for asked in server.asked] == ["v4", "v5"]
+
+
+async def test_deltas_reach_a_stock_server_as_a_directory_that_is_kept_up_to_date(pair, tmp_path):
+    engine, server = pair
+    old, new = ({"w": torch.full((8,), value)} for value in (1.0, 2.0))
+    (tmp_path / "v4").mkdir()
+    save_file(old, tmp_path / "v4" / "model.safetensors")
+    one, two = Snapshot.of_tensors(old), Snapshot.of_tensors(new)
+    write_delta(tmp_path / "v5.delta", one, two, version=5, base=4)
+    await engine.load(Weights(version=5, directory=tmp_path / "v4", deltas=(tmp_path / "v5.delta",)))
+    told = server.calls[1][1]["model_path"]
+    assert load_file(f"{told}/model.safetensors")["w"].tolist() == [2.0] * 8
+    await engine.close()
+    assert not await asyncio.to_thread(Path(told).exists)
+
+
+async def test_an_adapter_has_a_new_name_for_every_version_and_the_old_ones_go(pair, tmp_path):
+    engine, server = pair
+    for version in (5, 6, 7):
+        await engine.load(Weights(version=version, directory=tmp_path, adapter="policy"))
+    done = await engine.generate(request())
+    assert done.versions == (7, 7, 7, 7)  # the server knows only its base's
+    loaded = [body["lora_name"] for name, body in server.calls if name == "load_lora_adapter"]
+    assert [name.rpartition("-")[2] for name in loaded] == ["v5", "v6", "v7"]
+    assert server.asked[0]["lora_path"] == loaded[-1]
+    assert [body["lora_name"] for name, body in server.calls if name == "unload_lora_adapter"] == loaded[:1]
+    await engine.close()
+    assert [body["lora_name"] for name, body in server.calls if name == "unload_lora_adapter"] == loaded
+
+
+async def test_a_broadcast_is_received_between_the_calls_that_newer_servers_want(pair):
+    engine, server = pair
+    plan = BroadcastPlan(
+        group="g", address="127.0.0.1", port=9, world=2, backend="gloo", names=("w",), dtypes=("bfloat16",), shapes=((8,),)
+    )  # fmt: skip
+    for version in (5, 6):
+        await engine.load(Weights(version=version, broadcast=plan))
+    update = ["begin_weight_update", "update_weights_from_distributed", "end_weight_update"]
+    update = ["pause_generation", *update, "continue_generation"]
+    assert [name for name, _ in server.calls] == ["init_weights_update_group", *update, *update]
+    assert server.calls[0][1]["world_size"] == 2
+    assert server.calls[3][1] | {"names": ["w"], "dtypes": ["bfloat16"], "shapes": [[8]]} == server.calls[3][1]
+    assert engine.version == 6
 
 
 async def test_a_server_that_is_not_there_is_named():
