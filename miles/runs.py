@@ -36,6 +36,7 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path.resolve()
+        self.ended = False  # whether this process wrote, or tried to write, the line that ends the run
 
     @classmethod
     def create(cls, root: Path, name: str) -> "RunFolder":
@@ -88,6 +89,7 @@ class RunFolder:
 
     def log(self, kind: str, data: Mapping[str, Any]) -> None:
         """Append one line to metrics.jsonl."""
+        self.ended = self.ended or kind == "end"
         line = json.dumps({"kind": kind, "time": round(time.time(), 3), **data}, separators=(",", ":"))
         self._append(self.path / "metrics.jsonl", line.encode())
 

@@ -260,9 +260,8 @@ async def test_an_adapter_has_a_new_name_for_every_version_and_the_old_ones_go(p
 
 async def test_a_broadcast_is_received_between_the_calls_that_newer_servers_want(pair):
     engine, server = pair
-    plan = BroadcastPlan(
-        group="g", address="127.0.0.1", port=9, world=2, backend="gloo", names=("w",), dtypes=("bfloat16",), shapes=((8,),)
-    )  # fmt: skip
+    where = {"group": "g", "address": "127.0.0.1", "port": 9, "world": 2, "backend": "gloo"}
+    plan = BroadcastPlan(**where, names=("w",), dtypes=("bfloat16",), shapes=((8,),))
     for version in (5, 6):
         await engine.load(Weights(version=version, broadcast=plan))
     update = ["begin_weight_update", "update_weights_from_distributed", "end_weight_update"]
