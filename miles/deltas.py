@@ -80,7 +80,7 @@ class Snapshot:
     def digest_of(self, name: str) -> str:
         """Digest of one tensor's bytes."""
         if name not in self._digests:
-            self._digests[name] = xxhash.xxh3_128_hexdigest(np.ascontiguousarray(self.bits[name]).data)
+            self._digests[name] = _digest(self.bits[name])
         return self._digests[name]
 
     @cached_property
@@ -150,7 +150,7 @@ def apply_delta(bits: Mapping[str, Bits], meta: Mapping[str, Any], payloads: Map
     for name, entry in meta["tensors"].items():
         target = bits[name]
         _decode_into(target, str(entry["codec"]), payloads[name].tobytes())
-        if xxhash.xxh3_128_hexdigest(np.ascontiguousarray(target).data) != entry["digest"]:
+        if _digest(target) != entry["digest"]:
             raise EngineError(f"after delta {meta['version']} tensor {name} is not what was published")
 
 
@@ -184,12 +184,6 @@ class LocalCheckpoint:
                 changed |= set(meta["tensors"])
         return changed
 
-    @property
-    def version(self) -> int | None:
-        """The version that the copy has; None for one that is not whole."""
-        version: int | None = self._state().get("version")
-        return version
-
     def _state(self) -> dict[str, Any]:
         try:
             state: dict[str, Any] = json.loads((self.directory / _STATE).read_text())
@@ -205,10 +199,8 @@ class LocalCheckpoint:
     def _copy(self, snapshot: Path) -> None:
         shutil.rmtree(self.directory, ignore_errors=True)
         shutil.copytree(snapshot, self.directory)
-        digests = {
-            name: xxhash.xxh3_128_hexdigest(np.ascontiguousarray(bits).data) for name, bits in self._mapped("r").items()
-        }
-        self._note({"digest": _digest_of_set(digests), "version": None, "digests": digests})
+        digests = {name: _digest(bits) for name, bits in self._mapped("r").items()}
+        self._note({"digest": _digest_of_set(digests), "digests": digests})
 
     def _apply(self, path: Path, meta: Mapping[str, Any], payloads: Mapping[str, NDArray[np.uint8]]) -> None:
         state = self._state()
@@ -219,7 +211,7 @@ class LocalCheckpoint:
         digests = state["digests"] | {name: entry["digest"] for name, entry in meta["tensors"].items()}
         if _digest_of_set(digests) != meta["digest"]:
             raise EngineError(f"after {path} the copy is not what was published; load the newest full snapshot")
-        self._note({"digest": meta["digest"], "version": meta["version"], "digests": digests})
+        self._note({"digest": meta["digest"], "digests": digests})
 
     def _mapped(self, mode: Any) -> dict[str, Bits]:
         """Every tensor of the copy's safetensors files, mapped from the disk."""
@@ -236,6 +228,10 @@ class LocalCheckpoint:
 
 
 _STATE = "miles-state.json"
+
+
+def _digest(bits: Bits) -> str:
+    return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(bits).data)
 
 
 def _digest_of_set(digests: Mapping[str, str]) -> str:

@@ -4,6 +4,7 @@ Values are frozen, slotted, keyword-only and JSON-able (`to_json` / `from_json`)
 appear here. Lengths in tokens, times in seconds, versions are integers that name published weights.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -257,10 +258,7 @@ class Group:
     @property
     def without_difference(self) -> bool:
         """Whether all rewards are equal but for rounding: such a group teaches nothing."""
-        rewards = [episode.reward for episode in self.episodes if episode.reward is not None]
-        if not rewards:
-            return True
-        return max(rewards) - min(rewards) <= 1e-6 * max(1.0, abs(sum(rewards) / len(rewards)))
+        return alike([episode.reward for episode in self.episodes if episode.reward is not None])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,6 +319,11 @@ class Weights:
     deltas: tuple[Path, ...] = ()
     adapter: str | None = None
     broadcast: BroadcastPlan | None = None
+
+
+def alike(values: Sequence[float]) -> bool:
+    """Whether numbers are equal but for rounding; none are. One rule for what drops groups and what trains on them."""
+    return not values or max(values) - min(values) <= 1e-6 * max(1.0, abs(math.fsum(values) / len(values)))
 
 
 class Env(Protocol):

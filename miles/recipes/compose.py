@@ -10,13 +10,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from miles.config import build, dump_toml
+from miles.config import build
 from miles.envs.base import Taskset
 from miles.errors import ConfigError
 from miles.harnesses.base import as_harness
 from miles.recipes.config import RunConfig
 from miles.recipes.plots import plot_rewards
-from miles.recipes.running import Running, ctrl_c, raise_file_limit, rescue, told
+from miles.recipes.running import Running, begun, ctrl_c, raise_file_limit, rescue, resumed
 from miles.recipes.tiny_model import describe, make_tiny_model
 from miles.registry import resolve
 from miles.rollout.engines.base import Engine
@@ -31,7 +31,7 @@ from miles.rollout.scheduler import AsyncRollout
 from miles.rollout.session.server import SessionServer
 from miles.runs import RunFolder
 from miles.sandboxes.pool import SandboxPool
-from miles.trainer.checkpoints import check_same_models, read_state
+from miles.trainer.checkpoints import read_state
 from miles.trainer.data.rows import Row, demonstration_row
 from miles.trainer.loop import Driver, TrainConfig
 from miles.trainer.publish import Publisher
@@ -64,22 +64,16 @@ def make_plugin(kind: str, name: str, settings: dict[str, Any]) -> Any:
 async def launch(config: RunConfig, reporter: Reporter) -> RunFolder:
     """A new run, from its folder to its last evaluation. Raises MilesError when it cannot go on."""
     taskset = check_plugins(config)
-    folder = RunFolder.create(config.run.root, config.name)
-    folder.write_config(dump_toml(config))
-    with folder.locked(), told(folder):
+    with begun(config) as folder:
         await _go(config, taskset, folder, reporter, checkpoint=None)
     return folder
 
 
 async def resume(folder: RunFolder, config: RunConfig, reporter: Reporter) -> RunFolder:
     """Go on from the newest checkpoint with the same data cursor."""
-    with folder.locked():
-        checkpoint = folder.newest_checkpoint()
-        taskset = check_plugins(config)
-        state = read_state(checkpoint)
-        check_same_models(state, config.trainer, critic=config.train.advantage.estimator == "gae")
-        folder.write_config(dump_toml(config))
-        folder.log("resume", {name: state[name] for name in ("step", "warm_start")})
+    taskset = check_plugins(config)
+    critic = config.train.advantage.estimator == "gae"
+    with resumed(folder, config, config.trainer, critic=critic) as checkpoint:
         await _go(config, taskset, folder, reporter, checkpoint=checkpoint)
     return folder
 

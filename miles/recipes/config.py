@@ -19,7 +19,7 @@ from miles.trainer.loop import TrainConfig
 from miles.trainer.publish import PublishConfig
 from miles.trainer.trainer import TrainerConfig
 
-__all__ = ["ModelSection", "RunConfig", "RunSection", "is_offline", "list_recipes", "load_recipe", "recipe_path"]
+__all__ = ["Recipe", "RunConfig", "is_offline", "list_recipes", "load_recipe", "recipe_path"]
 
 _HERE = Path(__file__).parent
 
@@ -75,8 +75,8 @@ class SamplingSection(Config):
     """New tokens of one model call at most."""
 
 
-class RunConfig(Config):
-    """A whole recipe."""
+class Recipe(Config):
+    """What every recipe says."""
 
     name: str
     """Name of the recipe; run folders begin with it."""
@@ -86,6 +86,11 @@ class RunConfig(Config):
     """The run itself."""
     model: ModelSection
     """First weights."""
+
+
+class RunConfig(Recipe):
+    """A recipe that trains an agent in an environment."""
+
     env: PluginSection
     """The taskset."""
     harness: PluginSection = PluginSection(name="react")

@@ -7,16 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from miles.config import Config, dump_toml
 from miles.errors import ConfigError, SessionError
-from miles.recipes.config import ModelSection, RunSection
-from miles.recipes.running import Running, ctrl_c, rescue, told
+from miles.recipes.config import Recipe
+from miles.recipes.running import Running, begun, ctrl_c, rescue, resumed
 from miles.recipes.tiny_model import describe
 from miles.registry import resolve
 from miles.rollout.rendering.families import check_tokenizer, load_rendering
 from miles.rollout.rendering.rendering import Rendering
 from miles.runs import RunFolder
-from miles.trainer.checkpoints import check_same_models, read_state
+from miles.trainer.checkpoints import read_state
 from miles.trainer.data.rows import Row, demonstration_row
 from miles.trainer.offline import OfflineConfig, OfflineDriver, Unit
 from miles.trainer.trainer import Trainer, TrainerConfig
@@ -25,17 +24,9 @@ from miles.types import Reporter
 __all__ = ["OfflineRun", "launch_offline", "read_units", "resume_offline"]
 
 
-class OfflineRun(Config):
-    """A whole recipe that learns from a file."""
+class OfflineRun(Recipe):
+    """A recipe that learns from a file; it begins with model.path."""
 
-    name: str
-    """Name of the recipe; run folders begin with it."""
-    description: str = ""
-    """One line for `miles recipe list`."""
-    run: RunSection = RunSection()
-    """The run itself."""
-    model: ModelSection
-    """First weights: model.path."""
     offline: OfflineConfig
     """The file and the loss."""
     trainer: TrainerConfig = TrainerConfig()
@@ -45,22 +36,15 @@ class OfflineRun(Config):
 async def launch_offline(config: OfflineRun, reporter: Reporter) -> RunFolder:
     """A new run over the whole file. Raises MilesError when it cannot go on."""
     model = check(config)
-    folder = RunFolder.create(config.run.root, config.name)
-    folder.write_config(dump_toml(config))
-    with folder.locked(), told(folder):
+    with begun(config) as folder:
         await _go(config, model, folder, reporter, checkpoint=None)
     return folder
 
 
 async def resume_offline(folder: RunFolder, config: OfflineRun, reporter: Reporter) -> RunFolder:
     """Go on from the newest checkpoint, in the same pass over the file."""
-    with folder.locked():
-        checkpoint = folder.newest_checkpoint()
-        model = check(config)
-        state = read_state(checkpoint)
-        check_same_models(state, config.trainer, critic=False)
-        folder.write_config(dump_toml(config))
-        folder.log("resume", {"step": state["step"], "warm_start": 0})
+    model = check(config)
+    with resumed(folder, config, config.trainer, critic=False) as checkpoint:
         await _go(config, model, folder, reporter, checkpoint=checkpoint)
     return folder
 

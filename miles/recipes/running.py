@@ -10,12 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from miles.config import dump_toml
 from miles.errors import MilesError
+from miles.recipes.config import Recipe
 from miles.recipes.plots import plot_rewards
 from miles.runs import RunFolder
+from miles.trainer.checkpoints import check_same_models, read_state
+from miles.trainer.trainer import TrainerConfig
 from miles.types import Reporter
 
-__all__ = ["Running", "Stoppable", "ctrl_c", "raise_file_limit", "rescue", "told"]
+__all__ = ["Running", "Stoppable", "begun", "ctrl_c", "raise_file_limit", "rescue", "resumed"]
 
 log = logging.getLogger(__name__)
 
@@ -45,15 +49,30 @@ class Running:
 
 
 @contextlib.contextmanager
-def told(folder: RunFolder) -> Iterator[None]:
-    """A run that fails before or after its driver says so in its folder too."""
-    try:
-        yield
-    except Exception as error:
-        if not folder.ended:
-            with contextlib.suppress(MilesError):
-                folder.log("end", {"step": 0, "error": str(error)})
-        raise
+def begun(config: Recipe) -> Iterator[RunFolder]:
+    """A new run's folder, held while it goes on. A run that fails where no driver can say so says it here."""
+    folder = RunFolder.create(config.run.root, config.name)
+    folder.write_config(dump_toml(config))
+    with folder.locked():
+        try:
+            yield folder
+        except Exception as error:
+            if not folder.ended:
+                with contextlib.suppress(MilesError):
+                    folder.log("end", {"step": 0, "error": str(error)})
+            raise
+
+
+@contextlib.contextmanager
+def resumed(folder: RunFolder, config: Recipe, trainer: TrainerConfig, *, critic: bool) -> Iterator[Path]:
+    """The checkpoint that a run goes on from, its folder held meanwhile; ConfigError when it does not fit `config`."""
+    with folder.locked():
+        checkpoint = folder.newest_checkpoint()
+        state = read_state(checkpoint)
+        check_same_models(state, trainer, critic=critic)
+        folder.write_config(dump_toml(config))
+        folder.log("resume", {name: state[name] for name in ("step", "warm_start")})
+        yield checkpoint
 
 
 async def rescue(driver: Stoppable, folder: RunFolder, error: Exception) -> None:

@@ -20,10 +20,21 @@ class Checkpoints:
     """Writes one checkpoint at a time; `tell` hears of each that is complete."""
 
     def __init__(
-        self, trainer: Trainer, folder: RunFolder, *, keep: int, tell: Callable[[str, Mapping[str, Any]], None]
+        self,
+        trainer: Trainer,
+        folder: RunFolder,
+        *,
+        keep: int,
+        tell: Callable[[str, Mapping[str, Any]], None],
+        every: int = 0,
     ) -> None:
-        self._trainer, self._folder, self._keep, self._tell = trainer, folder, keep, tell
+        self._trainer, self._folder, self._keep, self._tell, self._every = trainer, folder, keep, tell, every
         self._open: tuple[Path, dict[str, Any]] | None = None
+
+    def due(self, step: int) -> bool:
+        """Whether one should be written after `step`: by the clock of steps, or since somebody asked."""
+        wished = self._folder.take_wish_to_save()
+        return wished or bool(self._every and step % self._every == 0)
 
     async def begin(self, step: int, state: Mapping[str, Any], *, wait: bool) -> Path | None:
         """Copy what is needed and begin to write it; its path if `wait`. A key `source.groups` holds groups."""

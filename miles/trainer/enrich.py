@@ -46,9 +46,8 @@ class Enricher:
         if self._correction.anchor == "recomputed":
             rows = _tracked(rows, await self._trainer.score(rows, ask), anchor="logprobs")
         if self._kl.coefficient:
-            near = ask.model_copy(
-                update={"replay": self._kl.reference is None}
-            )  # experts of another model mean nothing
+            own_experts = self._kl.reference is None  # recorded choices mean nothing to another model
+            near = ask.model_copy(update={"replay": own_experts})
             rows = _tracked(rows, await self._trainer.score(rows, near, role="reference"), reference="logprobs")
             if self._kl.place == "reward":
                 rows = [kl_penalty(row, self._kl.coefficient) for row in rows]

@@ -110,7 +110,9 @@ class Driver:
         self._trainer, self._source, self._publisher, self._evaluator = trainer, source, publisher, evaluator
         self._folder, self._reporter, self.config = folder, reporter, config
         self._groups_per_step, self._temperature, self._eval_every = groups_per_step, temperature, eval_every
-        self._checkpoints = Checkpoints(trainer, folder, keep=config.keep_checkpoints, tell=self._tell)
+        self._checkpoints = Checkpoints(
+            trainer, folder, keep=config.keep_checkpoints, tell=self._tell, every=config.save_every
+        )
         self._enricher = Enricher(
             trainer,
             advantage=config.advantage,
@@ -265,9 +267,7 @@ class Driver:
         await self._checkpoints.complete()
         if self._eval_every and self.step % self._eval_every == 0 and not last:
             await self.evaluate()
-        wished = self._folder.take_wish_to_save()
-        due = self.config.save_every and self.step % self.config.save_every == 0
-        if (due or wished) and not last:
+        if self._checkpoints.due(self.step) and not last:
             await self.save(wait=False)
 
     async def _take(self) -> list[Group] | None:

@@ -4,6 +4,7 @@ import asyncio
 import random
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -79,7 +80,9 @@ class OfflineDriver:
         self._trainer, self._folder, self._reporter, self._seed = trainer, folder, reporter, seed
         cut = len(units) - config.held_out
         self._units, self._held_out = list(units[:cut]), list(units[cut:])
-        self._checkpoints = Checkpoints(trainer, folder, keep=config.keep_checkpoints, tell=self._tell)
+        self._checkpoints = Checkpoints(
+            trainer, folder, keep=config.keep_checkpoints, tell=self._tell, every=config.save_every
+        )
 
     async def train(self) -> None:
         """From the present step to the last one."""
@@ -124,9 +127,7 @@ class OfflineDriver:
         await self._checkpoints.complete()
         if self.step % self.config.eval_every == 0 and not last:
             await self.evaluate()
-        wished = self._folder.take_wish_to_save()
-        due = self.config.save_every and self.step % self.config.save_every == 0
-        if (due or wished) and not last:
+        if self._checkpoints.due(self.step) and not last:
             await self.save(wait=False)
 
     def _batch(self) -> list[Unit]:
@@ -163,14 +164,6 @@ def _named(unit: Unit, name: str) -> Unit:
     """A pair's rows with its name, and which of them is to be preferred."""
     if len(unit) == 1:
         return unit
-    signs = (1.0, -1.0)
-    return tuple(
-        with_tracks(_paired(row, name), sign=np.full(row.n_owned, sign, dtype=np.float32))
-        for row, sign in zip(unit, signs, strict=True)
-    )
-
-
-def _paired(row: Row, name: str) -> Row:
-    return Row(
-        ids=row.ids, owned=row.owned, logprobs=row.logprobs, versions=row.versions, episode=name, group=name, pair=name
-    )
+    signs = zip(unit, (1.0, -1.0), strict=True)
+    paired = [with_tracks(row, sign=np.full(row.n_owned, sign, dtype=np.float32)) for row, sign in signs]
+    return tuple(replace(row, episode=name, group=name, pair=name) for row in paired)

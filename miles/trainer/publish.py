@@ -57,8 +57,8 @@ class Publisher:
         began = time.monotonic()
         metrics: dict[str, float] = {}
         if self.config.kind == "broadcast":
-            return await self._broadcast(version)
-        if self.config.kind == "inprocess":
+            weights = Weights(version=version, broadcast=await self._broadcast_plan())
+        elif self.config.kind == "inprocess":
             weights = await self._trainer.tensors(version)
         elif self.config.kind == "delta" and self._trainer.config.compute.lora is None:
             weights, metrics = await self._changes(version)
@@ -66,14 +66,13 @@ class Publisher:
             directory = self._root / f"v{version:06d}"
             weights = await self._trainer.weights(version, directory, dtype=self.config.dtype)
             metrics["publish_bytes"] = float(_size(directory))
-        pause_s = await self._sink.load(weights)
+        pause_s = await self._hand_over(weights)
         self._last = version
         self._forget(weights)
         seconds = time.monotonic() - began
         return metrics | {"publish_s": seconds, "pause_s": pause_s, "transfer_s": seconds - pause_s}
 
-    async def _broadcast(self, version: WeightVersion) -> dict[str, float]:
-        began = time.monotonic()
+    async def _broadcast_plan(self) -> BroadcastPlan:
         if self._plan is None:
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
@@ -81,16 +80,20 @@ class Publisher:
             receivers = int(getattr(self._sink, "receivers", 1))
             settings: dict[str, Any] = {"dtype": self.config.dtype, "backend": self.config.backend}
             self._plan = await self._trainer.plan(f"miles-weights-{port}", port, receivers=receivers, **settings)
-        weights = Weights(version=version, broadcast=self._plan)
+        return self._plan
+
+    async def _hand_over(self, weights: Weights) -> float:
+        """Have the sink load, and send at the same time where it receives; seconds that sampling stood still."""
+        if weights.broadcast is None:
+            return await self._sink.load(weights)
         # Both halves are waited for: a trainer that is left in the middle of sending could not save its work.
-        halves = self._sink.load(weights), self._trainer.broadcast(self._plan)
+        halves = self._sink.load(weights), self._trainer.broadcast(weights.broadcast)
         pause_s, error = await asyncio.gather(*halves, return_exceptions=True)
         if isinstance(pause_s, BaseException):
             raise pause_s
         if error:
             raise TrainerError(f"the weights could not be broadcast: {error}; set publish.kind=delta to go on without")
-        seconds = time.monotonic() - began
-        return {"publish_s": seconds, "pause_s": pause_s, "transfer_s": seconds - pause_s}
+        return pause_s
 
     async def _changes(self, version: WeightVersion) -> tuple[Weights, dict[str, float]]:
         """A delta on the version before, or a whole directory when it is time for one."""

@@ -109,18 +109,21 @@ class TrainerRank:
             role, ask = "policy", ask.model_copy(update={"adapter": False})
         return self.roles[role].score(batches, ask)
 
-    def tensors(self, kind: str = "full") -> dict[str, torch.Tensor]:
-        """Weights by name, on the CPU: for engines in the same process, and for files."""
+    def tensors(self, kind: str = "full", dtype: str = "float32") -> dict[str, torch.Tensor]:
+        """Weights by name, on the CPU: for engines in the same process, and for files. Floating ones as `dtype`."""
         found = self.roles["policy"].weights(kind)  # type: ignore[arg-type]
         if self._rank != 0:  # the gathering is collective, the copy is not needed
             for _ in found:
                 pass
             return {}
-        return {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in found}
+        cast = getattr(torch, dtype)
+        return {
+            name: t.to("cpu", cast if t.is_floating_point() else t.dtype, copy=True).contiguous() for name, t in found
+        }
 
     def export(self, directory: str, dtype: str = "float32", kind: str = "full") -> None:
         """Write a Hugging Face model directory (weights, config, tokenizer), or an adapter in peft's format."""
-        tensors = self.tensors(kind)
+        tensors = self.tensors(kind, dtype)
         if self._rank == 0:
             self._write(Path(directory), tensors, dtype, kind)
 
@@ -129,15 +132,14 @@ class TrainerRank:
 
         Without an earlier export, a whole directory is written instead and None returned.
         """
-        tensors = self.tensors()
+        tensors = self.tensors(dtype=dtype)
         if self._rank != 0:
             return None
-        now = Snapshot.of_tensors(_cast(tensors, dtype))
-        before, self._published = self._published, now
+        before, self._published = self._published, Snapshot.of_tensors(tensors)
         if before is None or base < 0:
             self._write(Path(directory), tensors, dtype, "full")
             return None
-        return write_delta(Path(path), before, now, version=version, base=base)
+        return write_delta(Path(path), before, self._published, version=version, base=base)
 
     def plan(self, dtype: str) -> tuple[list[str], list[str], list[tuple[int, ...]]]:
         """Names, types and shapes of the weights that `broadcast` sends, in its order."""
@@ -169,9 +171,9 @@ class TrainerRank:
         partial.mkdir(parents=True)
         if kind == "adapter":
             assert self._config.lora is not None
-            write_adapter(partial, _cast(tensors, dtype), self._config.lora, str(self._source))
+            write_adapter(partial, tensors, self._config.lora, str(self._source))
         else:
-            save_file(_cast(tensors, dtype), partial / "model.safetensors", metadata={"format": "pt"})
+            save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
             config = json.loads((self._source / "config.json").read_text())
             config["dtype"] = dtype
             config.pop("torch_dtype", None)
@@ -219,9 +221,3 @@ class TrainerRank:
         self._files.shutdown()
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def _cast(tensors: Mapping[str, torch.Tensor], dtype: str) -> dict[str, torch.Tensor]:
-    """Floating tensors in another type; others (counters, tables) as they are."""
-    kind = getattr(torch, dtype)
-    return {n: t.to(kind).contiguous() if t.is_floating_point() else t.contiguous() for n, t in tensors.items()}

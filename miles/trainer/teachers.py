@@ -96,13 +96,12 @@ class Teachers:
     async def score(self, rows: Sequence[Row], tasks: Sequence[str], ask: ScoreSpec) -> list[Scores | None]:
         """One answer a row; None where no teacher is asked about its task."""
         answers: list[Scores | None] = [None] * len(rows)
-        orphans = {task for task in tasks if self._name_of(task) is None}
-        if len(orphans) == len(set(tasks)) and not self._warned:
+        asked = [self._name_of(task) for task in tasks]
+        if asked and not any(asked) and not self._warned:
             self._warned = True
             log.warning("no teacher fits any task of this batch, as %r: look at train.distill.teachers", tasks[:1])
         for name, teacher in self._teachers.items():
-            pattern = self.config.teachers[name].tasks
-            mine = [at for at, task in enumerate(tasks) if self._name_of(task) == name and fnmatchcase(task, pattern)]
+            mine = [at for at, other in enumerate(asked) if other == name]
             for at, found in zip(mine, await teacher.score([rows[at] for at in mine], ask), strict=True):
                 answers[at] = found
         return answers

@@ -93,7 +93,8 @@ class Trainer:
         """One optimizer step on `rows`, whose scales are set. Without rows nothing changes."""
         if not rows:
             return {"loss": 0.0, "tokens/trained": 0.0, "skipped_empty": 1.0}
-        shares, ratio = await asyncio.to_thread(self._shares, rows, role)
+        shares = await asyncio.to_thread(self._shares, rows, role)
+        ratio = await asyncio.to_thread(token_ratio, rows) if self._may_pack(role) else 1.0
         each = [{"batches": share} for share in shares]
         results = await self._call("step", each, spec=spec, optim=optim, role=role)
         packed = float(any(batch.packed for share in shares for batch in share))
@@ -104,7 +105,7 @@ class Trainer:
         """What a role's model says about the owned tokens of every row, in the order of `rows`."""
         if not rows:
             return []
-        shares, _ = await asyncio.to_thread(self._shares, rows, role)
+        shares = await asyncio.to_thread(self._shares, rows, role)
         each = [{"batches": share} for share in shares]
         results = await self._call("score", each, ask=ask or ScoreSpec(), role=role)
         by_row = {
@@ -182,20 +183,20 @@ class Trainer:
         """Every rank restores."""
         await self._call("load", directory=str(directory))
 
-    def _shares(self, rows: Sequence[Row], role: str) -> tuple[list[list[MicroBatch]], float]:
-        """Micro-batches of every rank, and row tokens over unique tokens."""
+    def _may_pack(self, role: str) -> bool:
+        """A critic's tries are tested on the policy."""
+        return role in self.info and self.info[role].packs and self.info["policy"].packs
+
+    def _shares(self, rows: Sequence[Row], role: str) -> list[list[MicroBatch]]:
+        """Micro-batches of every rank."""
         compute = self.config.compute
-        budget = max(compute.micro_tokens, max(len(row.ids) for row in rows))
-        info = self.info.get(role)
-        may = info is not None and info.packs and self.info["policy"].packs  # a critic's tries are tested on the policy
-        shares = micro_batches(
+        return micro_batches(
             rows,
             ranks=len(self._ranks),
-            tokens=budget,
-            layout=compute.layout if may else "rows",
-            costs=info.costs if info else None,
+            tokens=max(compute.micro_tokens, max(len(row.ids) for row in rows)),
+            layout=compute.layout if self._may_pack(role) else "rows",
+            costs=self.info[role].costs if role in self.info else None,
         )
-        return shares, token_ratio(rows) if may else 1.0
 
     async def _call(self, method: str, each: Sequence[dict[str, Any]] | None = None, **same: Any) -> list[Any]:
         """Call a collective on every rank. A failed rank would hang the others, so the first failure ends them all."""

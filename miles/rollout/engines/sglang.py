@@ -188,14 +188,19 @@ class SGLangEngine:
             "flush_cache": False,
         }
         began = asyncio.get_running_loop().time()
-        await self._http.post("/pause_generation", json={"mode": "retract"})
-        try:
-            reply = await self._http.post("/update_weights_from_disk", json=body)
-        finally:
-            await self._http.post("/continue_generation", json={})
-        _refuse_errors(reply.status_code, reply.text)
+        async with self._paused():
+            await self._post("/update_weights_from_disk", body)
         self._version = weights.version
         return asyncio.get_running_loop().time() - began
+
+    @contextlib.asynccontextmanager
+    async def _paused(self) -> AsyncIterator[None]:
+        """Requests in flight wait, and begin their prefill again afterwards."""
+        await self._http.post("/pause_generation", json={"mode": "retract"})
+        try:
+            yield
+        finally:
+            await self._http.post("/continue_generation", json={})
 
     @property
     def receivers(self) -> int:
@@ -224,14 +229,11 @@ class SGLangEngine:
             "weight_version": str(version),
         }
         began = asyncio.get_running_loop().time()
-        await self._http.post("/pause_generation", json={"mode": "retract"})
-        try:
+        async with self._paused():
             bracketed = (await self._http.post("/begin_weight_update", json={"selector": "all"})).status_code != 404
             await self._post("/update_weights_from_distributed", body)
             if bracketed:
                 await self._post("/end_weight_update", {})
-        finally:
-            await self._http.post("/continue_generation", json={})
         self._version = version
         return asyncio.get_running_loop().time() - began
 
@@ -242,10 +244,7 @@ class SGLangEngine:
     async def _load_adapter(self, weights: Weights) -> float:
         """A new name for every version: requests in flight go on with the adapter that they began with."""
         name = f"{weights.adapter}-{self._life}-v{weights.version}"
-        reply = await self._http.post(
-            "/load_lora_adapter", json={"lora_name": name, "lora_path": str(weights.directory)}
-        )
-        _refuse_errors(reply.status_code, reply.text)
+        await self._post("/load_lora_adapter", {"lora_name": name, "lora_path": str(weights.directory)})
         self._adapters.append(name)
         self._version = weights.version
         for old in self._adapters[:-2]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from miles.errors import TrainerError
 from miles.registry import resolve
 from miles.trainer.settings import AdvantageConfig, OverlongConfig
-from miles.types import Episode, Finish, Group
+from miles.types import Episode, Finish, Group, alike
 
 __all__ = ["Estimator", "group_advantages", "shaped_reward"]
 
@@ -87,8 +87,7 @@ def group_advantages(groups: Sequence[Group], config: AdvantageConfig) -> list[l
             "each of its episodes"
         )
     filled = iter(found)
-    values = [next(filled) if group else [] for group in rewards]
-    return [list(zip(episodes, found, strict=True)) for episodes, found in zip(usable, values, strict=True)]
+    return [list(zip(episodes, next(filled), strict=True)) if episodes else [] for episodes in usable]
 
 
 def shaped_reward(episode: Episode, config: OverlongConfig) -> float:
@@ -108,9 +107,9 @@ def cut_off(episode: Episode) -> bool:
 
 def _centred(group: Sequence[float]) -> list[float]:
     """Differences to the mean; exactly 0 when the rewards are equal but for rounding."""
-    mean = math.fsum(group) / len(group)
-    if max(group) - min(group) <= 1e-6 * max(1.0, abs(mean)):
+    if alike(group):
         return [0.0] * len(group)
+    mean = math.fsum(group) / len(group)
     return [value - mean for value in group]
 
 

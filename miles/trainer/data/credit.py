@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from miles.trainer.data.rows import Row
 
-__all__ = ["generalized_advantages", "is_live", "kl_penalty", "teacher_credit", "whitened", "with_tracks"]
+__all__ = ["credit_of", "generalized_advantages", "is_live", "kl_penalty", "teacher_credit", "whitened", "with_tracks"]
 
 
 def with_tracks(row: Row, **tracks: NDArray[Any]) -> Row:
@@ -44,7 +44,7 @@ def generalized_advantages(row: Row, *, discount: float, decay: float) -> Row:
     and credit is reward on the way. After the last token the value is 0.
     """
     values = row.tracks["values"].astype(np.float64)
-    rewards = _credit(row).astype(np.float64)
+    rewards = credit_of(row).astype(np.float64)
     rewards[-1:] += row.advantage
     advantages = np.zeros_like(rewards)
     later = value_after = 0.0
@@ -63,22 +63,23 @@ def whitened(rows: Sequence[Row]) -> list[Row]:
     """Token advantages with mean 0 and standard deviation 1 over all rows."""
     if not rows:
         return []
-    every = np.concatenate([row.advantage + _credit(row) for row in rows])
+    every = np.concatenate([row.advantage + credit_of(row) for row in rows])
     mean, std = every.mean(), every.std() + 1e-6
     return [
-        replace(with_tracks(row, credit=(row.advantage + _credit(row) - mean) / std), advantage=0.0) for row in rows
+        replace(with_tracks(row, credit=(row.advantage + credit_of(row) - mean) / std), advantage=0.0) for row in rows
     ]
 
 
 def is_live(row: Row) -> bool:
     """Whether any token of the row has an advantage."""
-    return row.advantage != 0.0 or bool(_credit(row).any())
+    return row.advantage != 0.0 or bool(credit_of(row).any())
 
 
 def _credited(row: Row, amount: NDArray[Any]) -> Row:
-    return with_tracks(row, credit=(_credit(row) + amount).astype(np.float32))
+    return with_tracks(row, credit=(credit_of(row) + amount).astype(np.float32))
 
 
-def _credit(row: Row) -> NDArray[np.float32]:
+def credit_of(row: Row) -> NDArray[np.float32]:
+    """(n,) what the row's tokens have on top of its advantage."""
     credit: NDArray[np.float32] | None = row.tracks.get("credit")
     return np.zeros(row.n_owned, dtype=np.float32) if credit is None else credit

@@ -1,7 +1,7 @@
 """Trees to training rows: one row per leaf path, every sampled token owned by exactly one row."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -111,15 +111,8 @@ def episode_rows(
     group: Group, episode: Episode, *, advantage: float = 0.0, credit: Mapping[int, float] | None = None
 ) -> list[Row]:
     """Rows of one episode with its names and its advantage on them."""
-    return [
-        _with(row, group=group.id, episode=episode.id, advantage=advantage) for row in tree_rows(episode.tree, credit)
-    ]
-
-
-def _with(row: Row, **changes: Any) -> Row:
-    for name, value in changes.items():
-        object.__setattr__(row, name, value)  # fresh from tree_rows, nobody else holds it
-    return row
+    rows = tree_rows(episode.tree, credit)
+    return [replace(row, group=group.id, episode=episode.id, advantage=advantage) for row in rows]
 
 
 def demonstration_row(ids: Sequence[int], owned: Iterable[bool], *, pair: str = "") -> Row:

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from miles.trainer.algorithms.tokens import Tokens
+from miles.trainer.data.credit import credit_of
 from miles.trainer.data.packing import MicroBatch, trie
 from miles.trainer.data.rows import Row
 from miles.trainer.model.replay import decode
@@ -115,9 +116,7 @@ def gather(rows: tuple[Row, ...], device: torch.device) -> Tokens:
         tracks["pair"] = spread([float(numbers[row.pair]) for row in rows])
     advantages = spread([row.advantage for row in rows])
     if any("credit" in row.tracks for row in rows):
-        advantages = advantages + flat(
-            [row.tracks.get("credit", np.zeros(row.n_owned, dtype=np.float32)) for row in rows], np.float32
-        )
+        advantages = advantages + flat([credit_of(row) for row in rows], np.float32)
     return Tokens(
         logprobs=torch.zeros(k, device=device),
         old=flat([row.logprobs for row in rows], np.float32),

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -73,9 +72,8 @@ def merged_weights(model: Any, config: LoraConfig | None) -> Iterator[tuple[str,
 
 
 def write_adapter(directory: Path, tensors: dict[str, Tensor], config: LoraConfig, base: str) -> None:
-    """An adapter directory in peft's format: what peft, transformers and SGLang load."""
-    directory.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, directory / _WEIGHTS)
+    """Fill a directory with an adapter in peft's format: what peft, transformers and SGLang load."""
+    save_file(tensors, directory / "adapter_model.safetensors")
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -90,9 +88,6 @@ def write_adapter(directory: Path, tensors: dict[str, Tensor], config: LoraConfi
     (directory / "adapter_config.json").write_text(json.dumps(settings, indent=2))
 
 
-_WEIGHTS = "adapter_model.safetensors"
-
-
 def _full(parameter: Tensor) -> Tensor:
-    full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-    return full.detach() if isinstance(full, Tensor) else torch.as_tensor(full)
+    full: Tensor = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    return full.detach()
