@@ -242,7 +242,7 @@ class Driver:
         return self.config.advantage.estimator == "gae" and self.step < self.config.critic.warmup_steps
 
     async def _probe_routing(self, batch: Batch) -> dict[str, float]:
-        """How far from the engine a few rows are with recorded routing and with the router's own."""
+        """How far from the engine a few rows are, with recorded routing and with the router's own."""
         rows = [row for row in batch.rows if row.routing][: self.config.routing_probe]
         if not rows:
             return {}
@@ -251,6 +251,7 @@ class Driver:
             ask = ScoreSpec(temperature=self._temperature, replay=replay)
             difference = await self._difference(rows, ask)
             found[f"routing/diff_{name}"] = difference.get("logprob_diff/mean", 0.0)
+            found[f"routing/kl_{name}"] = difference.get("logprob_diff/kl", 0.0)
         return found
 
     async def _difference(self, rows: list[Row], ask: ScoreSpec) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """The driver against a real one-rank trainer; groups and engines are the simplest that keep the contracts."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -13,6 +14,7 @@ from miles.trainer.publish import PublishConfig, Publisher
 from miles.trainer.settings import OptimConfig
 from miles.trainer.trainer import Trainer, TrainerConfig
 from miles.types import Tree
+from tests.trainer.conftest import rows_of
 from tests.trees import group, turn
 
 
@@ -129,6 +131,32 @@ async def test_a_step_with_nothing_to_train_still_compares_logprobs_and_changes_
         assert (step["skipped_empty"], step["groups/without_difference"]) == (1.0, 2.0)
         assert step["logprob_diff/tokens"] == 8
         assert step["logprob_diff/max"] > 1  # the source's logprobs are made up: -0.5
+
+
+async def test_a_probe_says_what_routing_replay_changes(moe_models, tmp_path):
+    """The engine's model made the recorded turns; the trainer's routers have moved since."""
+    from tests.trainer.model.test_replay import perturbed, recorded
+
+    ids = rows_of(0, (30,))[0].ids.tolist()
+    (row,) = recorded(moe_models["qwen3-moe"], [demonstration_row(ids, [place >= 6 for place in range(30)])])
+    sampled = turn(0, None, ids[:6], ids[6:])
+    one = replace(sampled, logprobs=tuple(row.logprobs.tolist()), routing=row.routing[0][1])
+
+    class Recorded(Source):
+        async def take(self, n):
+            await super().take(n)
+            return [group(1.0, 0.0, tree=Tree(turns=(one,)))]
+
+    folder = RunFolder.create(tmp_path, "demo")
+    async with Trainer(perturbed(moe_models["qwen3-moe"], tmp_path), folder.logs, TrainerConfig(ranks=0)) as trainer:
+        publisher = Publisher(trainer, Sink())
+        config = TrainConfig(steps=1, routing_probe=2, optim=OptimConfig(lr=1e-9))
+        await Driver(trainer, Recorded(), publisher, Evaluator(), folder, Silent(), config, groups_per_step=1).train()
+        publisher.close()
+    (step,) = folder.metrics("step")
+    assert step["routing/flipped"] > 0
+    assert step["routing/diff_replay"] < step["routing/diff_own"]
+    assert 0 < step["routing/kl_replay"] < step["routing/kl_own"]
 
 
 async def test_only_the_newest_snapshot_is_kept(drive):

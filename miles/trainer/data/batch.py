@@ -93,14 +93,19 @@ def _without_logprob(episode: Episode) -> int:
 def logprob_difference(
     rows: Sequence[Row], scores: Sequence[NDArray[np.float32]], *, version: WeightVersion
 ) -> dict[str, float]:
-    """How far `scores` are from the engine's logprobs, on tokens that `version` sampled."""
+    """How far `scores` are from the engine's logprobs, on tokens that `version` sampled; kl by k3."""
     pairs = zip(rows, scores, strict=True)
-    diffs = [np.abs(score - row.logprobs)[row.versions == version] for row, score in pairs]
-    every = np.concatenate([np.zeros(0), *diffs])
+    log_ratios = [(score - row.logprobs)[row.versions == version] for row, score in pairs]
+    every = np.concatenate([np.zeros(0), *log_ratios])
     if not every.size:
         return {"logprob_diff/tokens": 0.0}
-    mean, most = float(every.mean()), float(every.max())
-    return {"logprob_diff/tokens": float(every.size), "logprob_diff/mean": mean, "logprob_diff/max": most}
+    away = np.abs(every)
+    return {
+        "logprob_diff/tokens": float(every.size),
+        "logprob_diff/mean": float(away.mean()),
+        "logprob_diff/max": float(away.max()),
+        "logprob_diff/kl": float((np.exp(np.minimum(every, 20.0)) - 1 - every).mean()),
+    }
 
 
 def normalize(

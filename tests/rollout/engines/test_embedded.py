@@ -3,8 +3,12 @@ import os
 import signal
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from miles.deltas import Snapshot, write_delta
 from miles.errors import ConfigError, EngineError, EngineLost
+from miles.models import load_model
 from miles.rollout.engines.embedded import EmbeddedConfig, EmbeddedEngine
 from miles.types import GenerateRequest, Weights
 
@@ -51,6 +55,32 @@ async def test_a_killed_engine_comes_back_at_the_published_version_once(engine, 
     for _ in range(2):
         with pytest.raises(EngineError, match="died 2 times"):
             await engine.generate(request())
+
+
+@pytest.mark.slow
+async def test_a_killed_engine_comes_back_at_a_version_that_deltas_lead_to(engine, model, tmp_path):
+    weights = load_file(model / "model.safetensors")
+    moved = {name: tensor.clone() for name, tensor in weights.items()}
+    moved["model.norm.weight"] *= 1.5
+    write_delta(tmp_path / "d", Snapshot.of_tensors(weights), Snapshot.of_tensors(moved), version=2, base=1)
+    await engine.load(Weights(version=1, directory=model))
+    await engine.load(Weights(version=2, directory=model, deltas=(tmp_path / "d",)))
+
+    async def matches():
+        reply = await engine.generate(request())
+        plain = load_model(model)
+        plain.load_state_dict(moved, strict=False)
+        ids = torch.tensor([[1, 2, 3, *reply.output_ids]])
+        with torch.no_grad():
+            every = torch.log_softmax(plain(input_ids=ids).logits[0, 2:-1], -1)
+        expected = every.gather(-1, ids[0, 3:, None])[:, 0].tolist()
+        return reply.versions == (2,) * 8 and list(reply.logprobs) == pytest.approx(expected, abs=1e-4)
+
+    assert await matches()
+    os.kill(engine.pid, signal.SIGKILL)
+    await engine._worker.ended.wait()
+    assert await matches()
+    assert engine.deaths == 1
 
 
 async def test_closing_leaves_no_process(model, tmp_path):
