@@ -24,6 +24,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
     "engines": {
         "embedded": "miles.rollout.engines.embedded:EmbeddedEngine",
         "inprocess": "miles.rollout.engines.inprocess:InProcessEngine",
+        "sglang": "miles.rollout.engines.sglang.engine:SGLangEngine",
         "scripted": "miles.rollout.engines.scripted:ScriptedEngine",
     },
     "canonicalisers": {

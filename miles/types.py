@@ -292,7 +292,8 @@ class Generated:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BroadcastPlan:
     """Weights that come over a process group: where it meets, who is in it (the sender and `world` - 1 receivers), and
-    every tensor's name, type (torch's name for it) and shape, in the order they come."""
+    every tensor's name, type (torch's name for it) and shape, in the order they come. `offset` is the rank of the first
+    process that reads this plan."""
 
     group: str
     address: str
@@ -302,6 +303,7 @@ class BroadcastPlan:
     names: tuple[str, ...]
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
+    offset: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,9 +12,10 @@ from typing import Any
 
 from miles.config import build
 from miles.envs.base import Taskset
-from miles.errors import ConfigError
+from miles.errors import ConfigError, MilesError
 from miles.harnesses.base import as_harness
 from miles.recipes.config import RunConfig
+from miles.recipes.gguf import convert, find
 from miles.recipes.plots import plot_rewards
 from miles.recipes.running import Running, begun, ctrl_c, raise_file_limit, rescue, resumed
 from miles.recipes.tiny_model import describe, make_tiny_model
@@ -22,6 +23,7 @@ from miles.registry import resolve
 from miles.rollout.engines.base import Engine
 from miles.rollout.engines.embedded import EmbeddedEngine
 from miles.rollout.engines.inprocess import InProcessEngine
+from miles.rollout.engines.sglang.engine import SGLangEngine
 from miles.rollout.episode import AgentGenerate, EpisodeRunner, Generate
 from miles.rollout.evaluation import SharedEvaluator
 from miles.rollout.layers import RolloutSource
@@ -104,6 +106,8 @@ def check_plugins(config: RunConfig) -> Taskset:
         as_harness(make_plugin("harnesses", config.harness.name, config.harness.settings))
     if config.model.path is not None:
         check_tokenizer(config.model.path)
+    if config.model.gguf is not None:
+        find(config.model.gguf)
     taskset: Taskset = make_plugin("envs", config.env.name, config.env.settings)
     for split in ("train", config.eval.split):
         if not taskset.tasks(split):
@@ -185,6 +189,8 @@ async def _parts(
         evaluator = SharedEvaluator(held_out, runner, rollout.paused, config.eval, on_episode=record)
         publisher = Publisher(trainer, engine, config.publish)
         stack.callback(publisher.close)
+        joining = asyncio.create_task(_publish_when_wanted(engine, publisher))
+        stack.callback(joining.cancel)
         driver = Driver(
             trainer,
             rollout,
@@ -206,7 +212,7 @@ async def _parts(
                 "env": f"{taskset.name} ({len(taskset.tasks('train'))} tasks)",
                 "harness": config.generation or config.harness.name,
                 "sandbox": f"{config.sandbox.backend} ({capabilities.isolation}, limits {capabilities.limits})",
-                "engine": config.engine.name,
+                "engine": getattr(engine, "description", config.engine.name),
                 "trainer": _describe_trainer(config, trainer),
                 "algorithm": _describe_algorithm(config.train),
                 "model": describe(model),
@@ -307,6 +313,18 @@ async def _tick(rollout: AsyncRollout | RolloutSource, reporter: Reporter) -> No
         reporter.event("tick", rollout.now())
 
 
+async def _publish_when_wanted(engine: Engine, publisher: Publisher) -> None:
+    """An engine whose servers were all replaced between two broadcasts waits for another one."""
+    wants: asyncio.Event | None = getattr(engine, "wants_weights", None)
+    while wants is not None:
+        await wants.wait()
+        try:
+            await publisher.again()
+        except MilesError as error:  # the next step's publishing meets it too, and is where it belongs
+            log.warning("weights could not be published again: %s", error)
+            await asyncio.sleep(5.0)
+
+
 def _backend(config: RunConfig) -> Any:
     return resolve("sandboxes", config.sandbox.backend)(allow_unisolated=config.sandbox.allow_unisolated)
 
@@ -320,6 +338,17 @@ def _engine(config: RunConfig, model: Path, folder: RunFolder) -> Engine:
             config.engine.embedded,
             temperature=config.sampling.temperature,
             seed=config.run.seed,
+        )
+    if plugin is SGLangEngine:
+        lora = config.trainer.compute.lora
+        return SGLangEngine(
+            model,
+            folder.logs,
+            config.engine.sglang,
+            temperature=config.sampling.temperature,
+            seed=config.run.seed,
+            lora=(lora.rank, lora.targets) if lora else None,
+            dtype=config.publish.dtype,
         )
     if plugin is InProcessEngine:
         return InProcessEngine(
@@ -345,7 +374,11 @@ def _model(config: RunConfig, taskset: Taskset, folder: RunFolder) -> Path:
     if config.model.path is not None:
         return config.model.path
     directory = folder.path / "model"
-    if directory.is_dir() or config.model.tiny is None:
+    if directory.is_dir():
+        return directory
+    if config.model.gguf is not None:
+        convert(find(config.model.gguf), directory)
+    if config.model.tiny is None:
         return directory
     examples = list(islice(taskset.demonstrations(0), 64))
     if not examples:

@@ -10,6 +10,7 @@ from miles.config import Config, apply_overrides, build, read_toml
 from miles.errors import ConfigError
 from miles.recipes.tiny_model import TinyModelConfig
 from miles.rollout.engines.embedded import EmbeddedConfig
+from miles.rollout.engines.sglang.config import SGLangConfig
 from miles.rollout.episode import EpisodeConfig
 from miles.rollout.evaluation import EvalConfig
 from miles.rollout.scheduler import RolloutConfig
@@ -38,13 +39,17 @@ class ModelSection(Config):
 
     path: Path | None = None
     """A Hugging Face model directory with a tokenizer."""
+    gguf: str | None = None
+    """A GGUF file, or PACKAGE:FILE inside an installed package; converted into the run folder."""
     tiny: TinyModelConfig | None = None
     """Make a tiny model for the taskset's vocabulary."""
 
     @model_validator(mode="after")
     def _one_of(self) -> "ModelSection":
-        if (self.path is None) == (self.tiny is None):
-            raise ValueError("give either model.path (a model directory) or model.tiny (made on the spot)")
+        if sum(given is not None for given in (self.path, self.gguf, self.tiny)) != 1:
+            raise ValueError(
+                "give one of model.path (a model directory), model.gguf (a file) and model.tiny (made here)"
+            )
         return self
 
 
@@ -64,6 +69,8 @@ class EngineSection(Config):
     """Registry name, or module:attr."""
     embedded: EmbeddedConfig = EmbeddedConfig()
     """Settings of the embedded engine."""
+    sglang: SGLangConfig = SGLangConfig()
+    """Settings of SGLang servers."""
 
 
 class SamplingSection(Config):
@@ -138,7 +145,9 @@ class RunConfig(Recipe):
         if lora and train.kl.coefficient and train.warm_start.steps and not train.kl.reference:
             raise ValueError("with LoRA the reference is the model before the warm start: set train.kl.reference")
         if self.publish.kind == "broadcast" and (self.engine.name == "inprocess" or self.trainer.ranks == 0):
-            raise ValueError("publish.kind=broadcast needs two processes: engine.name=embedded trainer.ranks=1 or more")
+            raise ValueError(
+                "publish.kind=broadcast needs two processes: not engine.name=inprocess, nor trainer.ranks=0"
+            )
         return self
 
 

@@ -5,6 +5,7 @@ import json
 import shutil
 import socket
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,10 +51,24 @@ class Publisher:
         self._delta_bytes = self._full_bytes = 0
         self._last: WeightVersion = -1
         self._plan: BroadcastPlan | None = None
+        self._members: tuple[int, int] = (0, 0)
+        self._one_at_a_time = asyncio.Lock()
 
     async def publish(self, version: WeightVersion) -> dict[str, float]:
         """Return when every engine serves `version`. Seconds: publish_s in all, transfer_s to write and hand over,
-        pause_s in which sampling stood still; publish_bytes, where they are known."""
+        pause_s in which sampling stood still; publish_bytes, where they are known; the engines' own counters."""
+        async with self._one_at_a_time:
+            metrics = await self._publish(version)
+        counters: Callable[[], dict[str, float]] | None = getattr(self._sink, "counters", None)
+        return metrics | (counters() if counters else {})
+
+    async def again(self) -> None:
+        """Broadcast the present version once more, to engines that came up since."""
+        async with self._one_at_a_time:
+            if self._last >= 0 and self.config.kind == "broadcast":
+                await self._publish(self._last)
+
+    async def _publish(self, version: WeightVersion) -> dict[str, float]:
         began = time.monotonic()
         metrics: dict[str, float] = {}
         if self.config.kind == "broadcast":
@@ -73,13 +88,15 @@ class Publisher:
         return metrics | {"publish_s": seconds, "pause_s": pause_s, "transfer_s": seconds - pause_s}
 
     async def _broadcast_plan(self) -> BroadcastPlan:
-        if self._plan is None:
+        ask: Callable[[], Awaitable[tuple[int, int]]] | None = getattr(self._sink, "receivers", None)
+        members = await ask() if ask else (1, 0)
+        if self._plan is None or members != self._members:
+            self._members = members
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
                 port = probe.getsockname()[1]
-            receivers = int(getattr(self._sink, "receivers", 1))
             settings: dict[str, Any] = {"dtype": self.config.dtype, "backend": self.config.backend}
-            self._plan = await self._trainer.plan(f"miles-weights-{port}", port, receivers=receivers, **settings)
+            self._plan = await self._trainer.plan(f"miles-weights-{port}", port, receivers=members[0], **settings)
         return self._plan
 
     async def _hand_over(self, weights: Weights) -> float:

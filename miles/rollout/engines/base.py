@@ -43,6 +43,10 @@ class Engine(Protocol):
         """Serve new weights from now on without dropping requests in flight; seconds in which sampling stood still."""
         ...
 
+    def release(self, session: str) -> None:
+        """A session has ended: what the engine keeps for its next turn may go."""
+        ...
+
     async def close(self) -> None:
         """Leave no process behind."""
         ...

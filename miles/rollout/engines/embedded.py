@@ -113,6 +113,9 @@ class EmbeddedEngine:
             return 0.0
         return pause_s
 
+    def release(self, session: str) -> None:
+        """Nothing is kept for sessions here."""
+
     async def close(self) -> None:
         if self._starting is not None:
             self._starting.cancel()

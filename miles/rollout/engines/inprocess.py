@@ -82,6 +82,9 @@ class InProcessEngine:
         self._version = weights.version
         return pause_s
 
+    def release(self, session: str) -> None:
+        """Nothing is kept for sessions here."""
+
     async def close(self) -> None:
         if self._core is not None:
             await asyncio.to_thread(self._core.close)

@@ -97,5 +97,8 @@ class ScriptedEngine:
         self._version = weights.version
         return 0.0
 
+    def release(self, session: str) -> None:
+        """Nothing is kept for sessions here."""
+
     async def close(self) -> None:
         return None

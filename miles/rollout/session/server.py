@@ -162,6 +162,7 @@ class SessionServer:
         self._by_key.pop(session.key, None)
         until = max(session.expires, time.monotonic()) + self.config.ttl_s
         self._ended[session.id] = self._ended[session.key] = until
+        self._engine.release(session.id)
 
     def base_url(self, session: Session) -> str:
         """What a client takes as its OpenAI base URL; Anthropic's is the same without `/v1`."""
@@ -228,12 +229,14 @@ class SessionServer:
             replying.enter_context(session.replying())
             if not body.get("stream"):
                 task = asyncio.create_task(session.complete(asked))
+                task.add_done_callback(_seen)
                 done = await _unless_gone(request, task)
                 reply = _json_reply(dialect.reply(done, asked, told_of_cut=told))
                 done.delivered()
                 return reply
             progress = _Progress()
             task = asyncio.create_task(session.complete(asked, progress.update))
+            task.add_done_callback(_seen)
             task.add_done_callback(lambda _: progress.event.set())
             await _first_sign(request, task, progress, self.config.keepalive_s)
             if task.done() and task.exception() is not None:
@@ -377,6 +380,12 @@ async def _gone(request: Request) -> None:
     """Return when the client disconnects."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+def _seen(task: "asyncio.Task[Completion]") -> None:
+    """A client that has gone leaves nobody to hear how its call ended."""
+    if not task.cancelled():
+        task.exception()
 
 
 async def _unless_gone(request: Request, task: "asyncio.Task[Completion]") -> Completion:

@@ -24,7 +24,7 @@ from starlette.routing import Route
 
 from miles.config import Config
 from miles.errors import ConfigError, SessionError
-from miles.rollout.engines.sglang import SGLangEngine
+from miles.rollout.engines.sglang.client import SGLangClient
 from miles.rollout.rendering.families import load_rendering
 from miles.rollout.rendering.rendering import Rendering, RenderingConfig
 from miles.rollout.session.config import SessionConfig
@@ -169,7 +169,7 @@ async def standalone(config: StandaloneConfig) -> AsyncIterator[Service]:
     """Start everything; ConfigError says what is missing."""
     rendering = load_rendering(config.model, RenderingConfig(family=config.family, thinking=config.thinking))
     _fits(config.model, rendering)
-    engine = SGLangEngine(config.engine, temperature=config.temperature)
+    engine = SGLangClient(config.engine, temperature=config.temperature, follow=True)
     try:
         await engine.start()
         settings = SessionConfig(host=config.host, port=config.port)

@@ -7,11 +7,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from miles.routing import decode_routing
 from miles.trainer.algorithms.tokens import Tokens
 from miles.trainer.data.credit import credit_of
 from miles.trainer.data.packing import MicroBatch, trie
 from miles.trainer.data.rows import Row
-from miles.trainer.model.replay import decode
 
 __all__ = ["Layout", "gather", "lay_out"]
 
@@ -90,7 +90,7 @@ def _experts(
     experts: NDArray[np.int64] | None = None
     for row, place in zip(rows, places, strict=True):
         for start, routing in row.routing:
-            chosen = decode(routing)[: max(0, len(row.ids) - start)]
+            chosen = decode_routing(routing)[: max(0, len(row.ids) - start)]
             if experts is None:
                 experts = np.full((size, *chosen.shape[1:]), -1, dtype=np.int64)
             experts[place[start : start + len(chosen)]] = chosen

@@ -4,7 +4,6 @@ A hook behind each router replaces the chosen experts and computes their weights
 gradients reach the router. Choices lie by module, not by a cursor: recomputed activations find the same ones.
 """
 
-import base64
 from collections.abc import Callable
 from typing import Any
 
@@ -14,30 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from miles.errors import TrainerError
-from miles.types import Routing
 
-__all__ = ["RoutingReplay", "decode", "encode"]
-
-_WIDTHS: dict[int, str] = {1: "<u1", 2: "<u2", 4: "<u4"}
-
-
-def encode(experts: NDArray[np.integer[Any]], *, experts_of_model: int) -> Routing:
-    """(tokens, layers, k) of expert numbers, -1 where not recorded, as what a Turn keeps."""
-    width = 1 if experts_of_model < 255 else 2 if experts_of_model < 65535 else 4
-    data = base64.b64encode(np.ascontiguousarray(experts.astype(_WIDTHS[width])).tobytes()).decode()
-    tokens, layers, top_k = experts.shape
-    return Routing(tokens=tokens, layers=layers, top_k=top_k, width=width, data=data)  # type: ignore[arg-type]
-
-
-def decode(routing: Routing) -> NDArray[np.int64]:
-    """The inverse of `encode`; TrainerError when the data has another size than it says."""
-    shape = (routing.tokens, routing.layers, routing.top_k)
-    raw = np.frombuffer(base64.b64decode(routing.data), dtype=_WIDTHS[routing.width])
-    if raw.size != np.prod(shape):
-        raise TrainerError(f"recorded routing has {raw.size} entries, {shape} need {np.prod(shape)}; record it again")
-    experts = raw.reshape(shape).astype(np.int64)
-    experts[experts == np.iinfo(_WIDTHS[routing.width]).max] = -1
-    return experts
+__all__ = ["RoutingReplay"]
 
 
 def _softmax_weights(router: Any, logits: Tensor, chosen: Tensor) -> Tensor:

@@ -25,6 +25,9 @@ class Engine:
         self.rendering, self.version = rendering, 0
         self.waiting, self.given, self.asked = {}, {}, {}
 
+    def release(self, session):
+        pass
+
     async def generate(self, request, on_tokens=None):
         gate = asyncio.get_running_loop().create_future()
         self.waiting[request.id] = gate

@@ -96,7 +96,7 @@ async def test_mistakes_in_opening_and_closing_are_told(service):
 
 
 async def test_without_an_engine_it_says_so(model, tmp_path, monkeypatch):
-    monkeypatch.setattr("miles.rollout.engines.sglang.SGLangEngine.start", _never)
+    monkeypatch.setattr("miles.rollout.engines.sglang.client.SGLangClient.start", _never)
     config = StandaloneConfig(engine="http://127.0.0.1:9", model=model, port=0, output=tmp_path / "o")
     with pytest.raises(ConfigError, match="no SGLang server answers"):
         async with standalone(config):

@@ -1,6 +1,5 @@
 """Routing replay on three mixture-of-experts architectures: recorded choices are used, and what that changes."""
 
-import base64
 from dataclasses import replace
 
 import numpy as np
@@ -9,10 +8,10 @@ import torch
 
 from miles.errors import TrainerError
 from miles.models import load_model
-from miles.trainer.model.replay import RoutingReplay, decode, encode
+from miles.routing import encode_routing
+from miles.trainer.model.replay import RoutingReplay
 from miles.trainer.settings import BackendConfig, OptimConfig, ScoreSpec, StepSpec
 from miles.trainer.trainer import Trainer, TrainerConfig
-from miles.types import Routing
 from tests.trainer.conftest import rows_of, scaled
 
 NAMES = ["qwen3-moe", "glm-4-moe", "qwen3.5-moe"]
@@ -30,7 +29,7 @@ def recorded(directory, rows):
         with torch.no_grad():
             logits = model(input_ids=ids[None]).logits[0, :-1]
         logprobs = torch.log_softmax(logits, -1).gather(-1, ids[1:, None])[:, 0].numpy()[row.owned[1:]]
-        routing = encode(replay.experts()[:-1], experts_of_model=EXPERTS)
+        routing = encode_routing(replay.experts()[:-1])
         result.append(replace(row, routing=((0, routing),), logprobs=logprobs))
     return result
 
@@ -45,16 +44,6 @@ def perturbed(directory, tmp_path):
                 parameter.add_(0.05 * torch.randn_like(parameter))
     model.save_pretrained(tmp_path / "moved")
     return tmp_path / "moved"
-
-
-def test_routing_survives_its_encoding():
-    experts = np.array([[[0, 7], [3, -1]], [[1, 2], [-1, -1]]])
-    for count, width in ((8, 1), (1000, 2), (100_000, 4)):
-        routing = encode(experts, experts_of_model=count)
-        assert routing.width == width
-        assert (decode(routing) == experts).all()
-    with pytest.raises(TrainerError, match="record it again"):
-        decode(Routing(tokens=2, layers=1, top_k=1, width=1, data=base64.b64encode(b"\1").decode()))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -112,7 +101,7 @@ async def test_turns_without_recorded_routing_use_the_routers_own(moe_models, tm
 
 async def test_routing_of_another_model_is_refused(moe_models, tmp_path):
     rows = recorded(moe_models["qwen3-moe"], rows_of(0)[:1])
-    wrong = encode(np.zeros((4, 7, 2), dtype=np.int64), experts_of_model=EXPERTS)
+    wrong = encode_routing(np.zeros((4, 7, 2), dtype=np.int64))
     async with Trainer(moe_models["qwen3-moe"], tmp_path, TrainerConfig(ranks=0)) as trainer:
         with pytest.raises(TrainerError, match="recorded for 7 layers; this model has 3"):
             await trainer.score([replace(rows[0], routing=((0, wrong),))])

@@ -4,22 +4,21 @@ import asyncio
 import contextlib
 import json
 import socket
-from pathlib import Path
 
 import pytest
-import torch
 import uvicorn
-from safetensors.torch import load_file, save_file
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
-from miles.deltas import Snapshot, write_delta
 from miles.errors import ConfigError, EngineError, EngineLost
-from miles.rollout.engines.sglang import SGLangEngine
+from miles.rollout.engines.sglang.client import SGLangClient
 from miles.types import BroadcastPlan, Finish, GenerateRequest, Weights
 
 IDS = [5, 6, 7, 8]
+CALLS = ["pause_generation", "continue_generation", "update_weights_from_disk", "update_weights_from_distributed"]
+CALLS += ["init_weights_update_group", "load_lora_adapter", "unload_lora_adapter", "update_weight_version"]
+NEWER = ["begin_weight_update", "end_weight_update"]
 
 
 def answer(ids=IDS, *, finish="stop", **meta):
@@ -37,24 +36,26 @@ def answer(ids=IDS, *, finish="stop", **meta):
 class Server:
     """Answers as it is told; keeps what it was asked."""
 
-    def __init__(self):
+    def __init__(self, newer=False):
         self.asked, self.aborted, self.calls = [], [], []
         self.has_asked, self.has_aborted = asyncio.Event(), asyncio.Event()
-        self.versions = []
+        self.versions, self.version = [], "4"
         self.reply, self.status, self.incremental, self.hang = answer(), 200, False, None
         self.app = Starlette(
             routes=[
                 Route("/server_info", self.info),
-                Route("/get_model_info", lambda r: JSONResponse({"weight_version": "4"})),
+                Route("/get_model_info", lambda r: JSONResponse({"weight_version": self.version})),
                 Route("/v1/models", lambda r: JSONResponse({"data": [{"max_model_len": 2000}]})),
                 Route("/generate", self.generate, methods=["POST"]),
                 Route("/abort_request", self.abort, methods=["POST"]),
-                Route("/{name}", self.other, methods=["POST"]),
+                *(Route(f"/{name}", self.other, methods=["POST"]) for name in (*CALLS, *(NEWER if newer else ()))),
             ]
         )
 
     async def info(self, request):
-        return JSONResponse({"context_length": None, "max_total_num_tokens": 20000, "model_path": "/m"})
+        return JSONResponse(
+            {"enable_lora": True, "context_length": None, "max_total_num_tokens": 20000, "model_path": "/m"}
+        )
 
     async def generate(self, request):
         body = await request.json()
@@ -85,7 +86,9 @@ class Server:
         return JSONResponse({})
 
     async def other(self, request):
-        self.calls.append((request.path_params["name"], await request.json()))
+        name, body = request.url.path[1:], await request.json()
+        self.calls.append((name, body))
+        self.version = body.get("weight_version") or body.get("new_version") or self.version
         return JSONResponse({"success": True})
 
 
@@ -104,7 +107,7 @@ async def serving(server):
 @pytest.fixture
 async def pair():
     async with serving(server := Server()) as url:
-        engine = SGLangEngine(url + "/")
+        engine = SGLangClient(url + "/", follow=True, on_update="retract")
         await engine.start()
         yield engine, server
         await engine.close()
@@ -123,7 +126,8 @@ async def test_what_is_asked_and_what_comes_back(pair):
     assert (done.output_ids, done.logprobs) == (tuple(IDS), (-0.5, -1.5, -2.5, -3.5))
     assert (done.finish, done.cached_tokens) == (Finish.STOP, 3)
     asked = server.asked[0]
-    assert (asked["input_ids"], asked["rid"], asked["return_logprob"]) == ([1, 2, 3], "r1", True)
+    assert (asked["input_ids"], asked["return_logprob"]) == ([1, 2, 3], True)
+    assert asked["rid"].endswith("-r1")
     assert asked["sampling_params"]["stop_token_ids"] == [8]
     assert (asked["sampling_params"]["temperature"], asked["sampling_params"]["top_k"]) == (1.0, -1)
 
@@ -205,7 +209,7 @@ async def test_cancelling_aborts_on_the_server(pair):
     with contextlib.suppress(asyncio.CancelledError):
         await task
     await asyncio.wait_for(server.has_aborted.wait(), 5)
-    assert server.aborted == ["r1"]
+    assert server.aborted == [server.asked[0]["rid"]]
     server.hang.set()
 
 
@@ -227,21 +231,9 @@ async def test_each_version_has_a_part_of_the_prefix_cache_of_its_own(pair, tmp_
     await engine.generate(request())
     await engine.load(Weights(version=5, directory=tmp_path))
     await engine.generate(request())
-    assert [asked["extra_key"] for asked in server.asked] == ["v4", "v5"]
-
-
-async def test_deltas_reach_a_stock_server_as_a_directory_that_is_kept_up_to_date(pair, tmp_path):
-    engine, server = pair
-    old, new = ({"w": torch.full((8,), value)} for value in (1.0, 2.0))
-    (tmp_path / "v4").mkdir()
-    save_file(old, tmp_path / "v4" / "model.safetensors")
-    one, two = Snapshot.of_tensors(old), Snapshot.of_tensors(new)
-    write_delta(tmp_path / "v5.delta", one, two, version=5, base=4)
-    await engine.load(Weights(version=5, directory=tmp_path / "v4", deltas=(tmp_path / "v5.delta",)))
-    told = server.calls[1][1]["model_path"]
-    assert load_file(f"{told}/model.safetensors")["w"].tolist() == [2.0] * 8
-    await engine.close()
-    assert not await asyncio.to_thread(Path(told).exists)
+    keys = [asked["extra_key"] for asked in server.asked]
+    assert [key[-2:] for key in keys] == ["v4", "v5"]
+    assert keys[0][:-2] == keys[1][:-2] != ""  # and each client: an earlier run had a version 4 too
 
 
 async def test_an_adapter_has_a_new_name_for_every_version_and_the_old_ones_go(pair, tmp_path):
@@ -258,24 +250,42 @@ async def test_an_adapter_has_a_new_name_for_every_version_and_the_old_ones_go(p
     assert [body["lora_name"] for name, body in server.calls if name == "unload_lora_adapter"] == loaded
 
 
-async def test_a_broadcast_is_received_between_the_calls_that_newer_servers_want(pair):
-    engine, server = pair
+@pytest.mark.parametrize("newer", [False, True])
+async def test_a_broadcast_is_received_between_the_calls_that_newer_servers_want(newer):
+    async with serving(server := Server(newer)) as url:
+        engine = SGLangClient(url, on_update="retract")
+        await engine.start()
+        await received(engine, server, newer)
+        await engine.close()
+
+
+async def received(engine, server, newer):
     where = {"group": "g", "address": "127.0.0.1", "port": 9, "world": 2, "backend": "gloo"}
     plan = BroadcastPlan(**where, names=("w",), dtypes=("bfloat16",), shapes=((8,),))
     for version in (5, 6):
         await engine.load(Weights(version=version, broadcast=plan))
-    update = ["begin_weight_update", "update_weights_from_distributed", "end_weight_update"]
+    update = ["update_weights_from_distributed"]
+    update = ["begin_weight_update", *update, "end_weight_update"] if newer else update
     update = ["pause_generation", *update, "continue_generation"]
     assert [name for name, _ in server.calls] == ["init_weights_update_group", *update, *update]
     assert server.calls[0][1]["world_size"] == 2
-    assert server.calls[3][1] | {"names": ["w"], "dtypes": ["bfloat16"], "shapes": [[8]]} == server.calls[3][1]
+    told = next(body for name, body in server.calls if name == "update_weights_from_distributed")
+    assert told | {"names": ["w"], "dtypes": ["bfloat16"], "shapes": [[8]]} == told
     assert engine.version == 6
 
 
 async def test_a_server_that_is_not_there_is_named():
-    engine = SGLangEngine("http://127.0.0.1:9", start_s=0.1)
+    engine = SGLangClient("http://127.0.0.1:9", start_s=0.1)
     with pytest.raises(ConfigError, match=r"no SGLang server answers at http://127\.0\.0\.1:9"):
+        await engine.start()
+    await engine.close()
+
+
+async def test_a_server_that_has_gone_is_lost():
+    async with serving(Server()) as url:
+        engine = SGLangClient(url)
         await engine.start()
     with pytest.raises(EngineLost, match="is gone"):
         await engine.generate(request())
+    assert not await engine.serves()
     await engine.close()
