@@ -17,7 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.models import SPEC, qwen3, row, scaled
-from miles.rollout.engines.sglang import SGLangEngine
+from miles.rollout.engines.sglang.config import SGLangConfig
+from miles.rollout.engines.sglang.engine import SGLangEngine
 from miles.trainer.data.rows import Row
 from miles.trainer.publish import PublishConfig, Publisher
 from miles.trainer.settings import BackendConfig, LoraConfig, OptimConfig
@@ -64,7 +65,7 @@ async def main() -> None:
     if options.make:
         qwen3(options.model, hidden=1024, layers=4, vocabulary=VOCABULARY)
         return
-    engine = SGLangEngine(options.url)
+    engine = SGLangEngine(options.model, Path(), SGLangConfig(urls=(options.url,)))
     await engine.start()
     failed = False
     with tempfile.TemporaryDirectory() as folder:

@@ -1,0 +1,100 @@
+"""How far an SGLang engine agrees with the trainer and with itself, in each of its modes."""
+
+import argparse
+import asyncio
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.models import row
+from miles.config import apply_overrides, build
+from miles.recipes.config import EngineSection
+from miles.recipes.gguf import convert
+from miles.rollout.engines.sglang.config import SGLangConfig
+from miles.rollout.engines.sglang.engine import SGLangEngine
+from miles.trainer.settings import BackendConfig
+from miles.trainer.trainer import Trainer, TrainerConfig
+from miles.types import Generated, GenerateRequest
+
+MODES: dict[str, dict[str, object]] = {
+    "default": {},
+    "deterministic": {"deterministic": True},
+    "on-policy kernels": {"deterministic": True, "on_policy_target": "fsdp"},
+}
+COUNT, PROMPT, TOKENS = 32, 96, 96
+
+
+def requests() -> list[GenerateRequest]:
+    """The same ones in every mode."""
+    dice = random.Random(0)
+    prompts = [[dice.randrange(100, 40_000) for _ in range(PROMPT)] for _ in range(COUNT)]
+    return [
+        GenerateRequest(id=f"r{n}", session=f"s{n}", prompt_ids=prompt, max_tokens=TOKENS)
+        for n, prompt in enumerate(prompts)
+    ]
+
+
+async def compare_modes(options: argparse.Namespace, out: Path) -> bool:
+    """Print a table; whether every mode could be served."""
+    model = options.model
+    if not model.is_dir():
+        model = out / "smollm2"
+        if not model.is_dir():
+            await asyncio.to_thread(convert, options.model, model)
+    words = [word.removeprefix("engine.") for word in options.settings if word.startswith("engine.sglang.")]
+    data = apply_overrides(EngineSection, {}, words)
+    base = build(EngineSection, data).sglang.model_copy(
+        update={"python": options.python, "memory": 0.15, "start_s": 400.0}
+    )
+    if options.path:
+        base = base.model_copy(update={"environment": {"PYTHONPATH": str(options.path)}})
+    engines = {
+        name: SGLangEngine(model, out / name.replace(" ", "-"), settled(base, mode), dtype="bfloat16")
+        for name, mode in MODES.items()
+    }
+    starts = await asyncio.gather(*(engine.start() for engine in engines.values()), return_exceptions=True)
+    compute = BackendConfig(dtype="bfloat16")
+    try:
+        async with Trainer(model, out, TrainerConfig(compute=compute)) as trainer:
+            for (name, engine), error in zip(engines.items(), starts, strict=True):
+                if error is not None:
+                    print(f"{name:20} FAILED: {str(error)[-1500:]}", flush=True)
+                    continue
+                await measure(name, engine, trainer)
+    finally:
+        await asyncio.gather(*(engine.close() for engine in engines.values()))
+    return not any(starts)
+
+
+def settled(base: SGLangConfig, mode: dict[str, object]) -> SGLangConfig:
+    """The settings of one mode."""
+    return SGLangConfig.model_validate(base.model_dump() | mode)
+
+
+async def measure(name: str, engine: SGLangEngine, trainer: Trainer) -> None:
+    """Together, then one by one: what the engine says of its own tokens, and what the trainer says."""
+    asked = requests()
+    together = await asyncio.gather(*map(engine.generate, asked))
+    alone = [await engine.generate(replace(request, session=f"again-{request.session}")) for request in asked[:8]]
+    same = [one.output_ids == other.output_ids for one, other in zip(alone, together, strict=False)]
+    apart = [gap(one, other) for one, other, equal in zip(alone, together, same, strict=False) if equal]
+    rows = []
+    for n, (request, found) in enumerate(zip(asked, together, strict=True)):
+        rows.append(row([*request.prompt_ids, *found.output_ids], PROMPT, n))
+        rows[-1].logprobs[:] = [0.0 if value is None else value for value in found.logprobs]
+    scores = await trainer.score(rows)
+    off = np.abs(np.concatenate([s["logprobs"] for s in scores]) - np.concatenate([r.logprobs for r in rows]))
+    print(
+        f"{name:20} engine to trainer: mean {off.mean():.5f}, 99 % {np.quantile(off, 0.99):.4f}, max {off.max():.4f}, "
+        f"equal to the last bit {np.mean(off == 0):.1%}; alone and in a batch of {COUNT}: same ids {sum(same)} of "
+        f"{len(same)}, logprobs of these apart by at most {max(apart, default=float('nan')):.5f}",
+        flush=True,
+    )
+
+
+def gap(one: Generated, other: Generated) -> float:
+    """Largest difference between the logprobs of the same tokens."""
+    pairs = zip(one.logprobs, other.logprobs, strict=True)
+    return max(abs((a or 0.0) - (b or 0.0)) for a, b in pairs)
