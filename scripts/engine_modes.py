@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import random
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -63,6 +64,8 @@ async def compare_modes(options: argparse.Namespace, out: Path) -> bool:
                     print(f"{name:20} FAILED: {str(error)[-1500:]}", flush=True)
                     continue
                 await measure(name, engine, trainer)
+                if name == "default":
+                    await converse(engine)
     finally:
         await asyncio.gather(*(engine.close() for engine in engines.values()))
     return not any(starts)
@@ -90,6 +93,29 @@ async def measure(name: str, engine: SGLangEngine, trainer: Trainer) -> None:
         f"{name:20} engine to trainer: mean {off.mean():.5f}, 99 % {np.quantile(off, 0.99):.4f}, max {off.max():.4f}, "
         f"equal to the last bit {np.mean(off == 0):.1%}; alone and in a batch of {COUNT}: same ids {sum(same)} of "
         f"{len(same)}, logprobs of these apart by at most {max(apart, default=float('nan')):.5f}",
+        flush=True,
+    )
+
+
+async def converse(engine: SGLangEngine, *, sessions: int = 64, turns: int = 20) -> None:
+    """Conversations that grow by about 100 tokens a turn, as agents' do: what the prefix cache saves."""
+    dice = random.Random(1)
+    engine.counters()
+    began = time.monotonic()
+
+    async def one(number: int) -> None:
+        ids = [dice.randrange(100, 40_000) for _ in range(1000)]
+        for turn in range(turns):
+            asked = GenerateRequest(id=f"c{number}-{turn}", session=f"c{number}", prompt_ids=ids, max_tokens=50)
+            found = await engine.generate(asked)
+            ids = [*ids, *found.output_ids, *(dice.randrange(100, 40_000) for _ in range(50))]
+
+    await asyncio.gather(*map(one, range(sessions)))
+    seconds = time.monotonic() - began
+    counters = engine.counters()
+    print(
+        f"{sessions} conversations of {turns} turns: prefix hit {counters['engine/prefix_hit']:.2%}, "
+        f"{sessions * turns / seconds:.1f} turns/s",
         flush=True,
     )
 

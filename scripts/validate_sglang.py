@@ -63,10 +63,10 @@ class Validation:
         folder = self.run("recipe", "smollm2-h200", *self.common)
         steps, evals = folder.metrics("step"), folder.metrics("eval")
         for line in evals:
-            print(f"held-out success {line['success']:.3f} at version {line['version']}")
+            print(f"held-out success {line['reward']:.3f} at version {line['version']}")
         show(steps, ("step_s", "wait_s", "train_s", "publish_s", "pause_s", "engine/prefix_hit", "trainer_idle"))
         show(steps, ("logprob_diff/mean", "logprob_diff/max", "sampled_tokens", "tokens_per_s", "staleness/mean"))
-        self.failed |= evals[-1]["success"] < evals[0]["success"] + 0.2
+        self.failed |= evals[-1]["reward"] < evals[0]["reward"] + 0.2
         (self.out / "last-run").write_text(str(folder.path))
 
     def _resumed(self, name: str, more: int, *settings: str) -> Metrics:
@@ -98,7 +98,7 @@ class Validation:
         words = ["trainer.compute.lora.rank=16", "train.optim.lr=2e-4", "train.warm_start.optim.lr=1e-3"]
         folder = self.run("lora", "smollm2-h200", *self.common, *words, "train.steps=20", "eval.every=0")
         for line in folder.metrics("eval"):
-            print(f"held-out success {line['success']:.3f} at version {line['version']}")
+            print(f"held-out success {line['reward']:.3f} at version {line['version']}")
         names = ("reward/mean", "logprob_diff/mean", "publish_s", "pause_s", "publish_bytes", "engine/prefix_hit")
         show(folder.metrics("step"), names)
 
