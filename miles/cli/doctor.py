@@ -17,7 +17,7 @@ from miles.errors import SandboxError
 __all__ = ["checks", "doctor"]
 
 Check = tuple[str, bool, str]
-_NEEDED = ("python", "torch", "transformers", "renderers", "openai", "local sandbox")
+_NEEDED = ("python", "torch", "transformers", "renderers", "local sandbox")
 
 
 def doctor(options: argparse.Namespace) -> int:
@@ -37,7 +37,7 @@ def doctor(options: argparse.Namespace) -> int:
 def checks() -> Iterator[Check]:
     """(name, present, version or what to do) of everything that some part of Miles can use."""
     yield "python", sys.version_info >= (3, 11), f"{platform.python_version()} (3.11 or newer is needed)"
-    for package in ("torch", "transformers", "renderers", "openai"):
+    for package in ("torch", "transformers", "renderers"):
         yield _package(package, f"pip install '{package}'")
     yield _user_namespaces()
     yield _local_sandbox()

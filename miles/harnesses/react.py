@@ -1,23 +1,22 @@
-"""`react`: our white-box tool loop over the OpenAI SDK. Tools: the env's own, and a shell in the sandbox."""
+"""`react`: our white-box tool loop over chat completions. Tools: the env's own, and a shell in the sandbox."""
 
+import asyncio
 import json
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import Field
 
 from miles.config import Config
 from miles.errors import EngineError, HarnessError
 from miles.harnesses.base import AgentContext
+from miles.http import Http, Reply, Unreachable
 from miles.sandboxes.shell import SHELL_TOOL, run_shell
 from miles.types import Message, ToolSpec
 
-if TYPE_CHECKING:
-    from openai import AsyncOpenAI
-    from openai.types.chat import ChatCompletionMessage
-
 __all__ = ["ReactConfig", "ReactHarness"]
 
+_RETRY_S = (0.5, 1.0, 2.0, 4.0)
 _LIMITS = ("turn_limit", "token_limit", "context_length_exceeded")
 
 
@@ -39,64 +38,63 @@ class ReactHarness:
 
     def __init__(self, config: ReactConfig | None = None) -> None:
         self.config = config or ReactConfig()
-        self._shared: AsyncOpenAI | None = None
+        self._http = Http(kept_s=60.0)
 
     async def run(self, context: AgentContext) -> None:
-        client = self._client(context)
         tools = [*context.observation.tools, *([SHELL_TOOL] if context.sandbox is not None else [])]
         messages = list(context.observation.messages)
         for _ in range(self.config.max_turns):
-            answer = await self._ask(client, context, messages, tools)
-            messages.append(answer.model_dump(exclude_none=True))
-            if not answer.tool_calls:
-                return
-            for call in answer.tool_calls:
-                text, over = await self._use(context, call)
-                messages.append({"role": "tool", "tool_call_id": call.id, "content": text})
+            answer = await self._ask(context, messages, tools)
+            messages.append({name: value for name, value in answer.items() if value is not None})
+            calls = answer.get("tool_calls") or ()
+            for call in calls:
+                text, over = await self._use(context, call["function"])
+                messages.append({"role": "tool", "tool_call_id": call["id"], "content": text})
                 if over:
                     return
+            if not calls:
+                return
 
     async def close(self) -> None:
-        if self._shared is not None:
-            await self._shared.close()
-            self._shared = None
+        await self._http.close()
 
-    def _client(self, context: AgentContext) -> "AsyncOpenAI":
-        """One connection pool for all episodes; a client object per episode."""
-        from openai import AsyncOpenAI
+    async def _ask(self, context: AgentContext, messages: list[Message], tools: list[ToolSpec]) -> Message:
+        """The model's message. HarnessError for what the session refuses, EngineError for what no retry mended."""
+        body = {"model": context.endpoint.model, "messages": messages, **({"tools": tools} if tools else {})}
+        for pause_s in (*_RETRY_S, None):
+            try:
+                reply = await self._post(context, body)
+            except Unreachable as error:
+                failed = str(error)
+            else:
+                if reply.status == 200:
+                    message: Message = reply.json()["choices"][0]["message"]
+                    return message
+                failed = f"{reply.status} {reply.text[:500]}"
+                if reply.status not in (408, 409, 429) and reply.status < 500:
+                    break
+            if pause_s is None or time.monotonic() + pause_s > context.deadline:
+                break
+            await asyncio.sleep(pause_s)
+        if failed[:1] == "4":
+            reason = _code(reply)
+            raise HarnessError(failed, reason=reason if reason in _LIMITS else "bad_request")
+        raise EngineError(f"the model endpoint failed: {failed}")  # no answer, or a 5xx: not the policy's doing
 
-        if self._shared is None:
-            self._shared = AsyncOpenAI(api_key="none", base_url=context.endpoint.base_url, max_retries=4)
-        return self._shared.with_options(
-            api_key=context.endpoint.api_key,
-            base_url=context.endpoint.base_url,
-            timeout=max(1.0, context.deadline - time.monotonic()),
+    async def _post(self, context: AgentContext, body: dict[str, Any]) -> Reply:
+        """One pool of connections for all episodes. (OpenAI's SDK would take half of the driver's time.)"""
+        return await self._http.post(
+            f"{context.endpoint.base_url}/chat/completions",
+            body,
+            headers={"Authorization": f"Bearer {context.endpoint.api_key}"},
+            limit_s=max(1.0, context.deadline - time.monotonic()),
         )
 
-    async def _ask(
-        self, client: "AsyncOpenAI", context: AgentContext, messages: list[Message], tools: list[ToolSpec]
-    ) -> "ChatCompletionMessage":
-        import openai
-
-        options: dict[str, Any] = {"tools": tools} if tools else {}
-        try:
-            reply = await client.chat.completions.create(
-                model=context.endpoint.model,
-                messages=messages,  # type: ignore[arg-type]
-                **options,
-            )
-        except (openai.BadRequestError, openai.RateLimitError) as error:
-            reason = str(error.code)
-            raise HarnessError(str(error), reason=reason if reason in _LIMITS else "bad_request") from error
-        except openai.OpenAIError as error:  # no answer, or a 5xx: not the policy's doing
-            raise EngineError(f"the model endpoint failed: {error}") from error
-        return reply.choices[0].message
-
-    async def _use(self, context: AgentContext, call: Any) -> tuple[str, bool]:
+    async def _use(self, context: AgentContext, call: dict[str, Any]) -> tuple[str, bool]:
         """Run one tool call: (what the model sees, whether the episode is over)."""
-        name = call.function.name
+        name = call["name"]
         try:
-            arguments = json.loads(call.function.arguments or "{}")
+            arguments = json.loads(call["arguments"] or "{}")
         except json.JSONDecodeError as error:
             return f"error: the arguments are not valid JSON: {error}", False
         if not isinstance(arguments, dict):
@@ -115,3 +113,11 @@ class ReactHarness:
             step = await context.env.step(str(arguments.get("action", "")) if name == "act" else named)
             return step.observation, step.terminated or step.truncated
         return f"error: there is no tool {name!r}; offered: {', '.join(offered) or 'shell'}", False
+
+
+def _code(reply: Reply) -> str:
+    """Why the session refused, in its own word."""
+    try:
+        return str(reply.json()["error"]["code"])
+    except (ValueError, LookupError, TypeError):
+        return ""

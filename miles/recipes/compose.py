@@ -106,7 +106,7 @@ def check_plugins(config: RunConfig) -> Taskset:
         as_harness(make_plugin("harnesses", config.harness.name, config.harness.settings))
     if config.model.path is not None:
         check_tokenizer(config.model.path)
-    if config.model.gguf is not None:
+    elif config.model.gguf is not None:
         find(config.model.gguf)
     taskset: Taskset = make_plugin("envs", config.env.name, config.env.settings)
     for split in ("train", config.eval.split):
@@ -378,6 +378,7 @@ def _model(config: RunConfig, taskset: Taskset, folder: RunFolder) -> Path:
         return directory
     if config.model.gguf is not None:
         convert(find(config.model.gguf), directory)
+        return directory
     if config.model.tiny is None:
         return directory
     examples = list(islice(taskset.demonstrations(0), 64))

@@ -35,7 +35,7 @@ class RunSection(Config):
 
 
 class ModelSection(Config):
-    """Where the first weights come from: a directory, or made on the spot."""
+    """Where the first weights come from; a path wins over a GGUF file, that over a model made on the spot."""
 
     path: Path | None = None
     """A Hugging Face model directory with a tokenizer."""
@@ -45,10 +45,10 @@ class ModelSection(Config):
     """Make a tiny model for the taskset's vocabulary."""
 
     @model_validator(mode="after")
-    def _one_of(self) -> "ModelSection":
-        if sum(given is not None for given in (self.path, self.gguf, self.tiny)) != 1:
+    def _given(self) -> "ModelSection":
+        if self.path is None and self.gguf is None and self.tiny is None:
             raise ValueError(
-                "give one of model.path (a model directory), model.gguf (a file) and model.tiny (made here)"
+                "give model.path (a model directory), model.gguf (a file) or model.tiny (made on the spot)"
             )
         return self
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
-import httpx
 import numpy as np
 
 from miles.errors import TrainerError
+from miles.http import Http, Unreachable
 from miles.trainer.backend import Scores
 from miles.trainer.data.rows import Row
 from miles.trainer.settings import DistillConfig, ScoreSpec
@@ -45,10 +45,13 @@ class HttpTeacher:
         self._timeout_s, self._at_once = timeout_s, asyncio.Semaphore(at_once)
 
     async def score(self, rows: Sequence[Row], ask: ScoreSpec) -> list[Scores]:
-        async with httpx.AsyncClient(base_url=self.url, timeout=self._timeout_s) as http:
+        http = Http(self.url, silence_s=self._timeout_s)
+        try:
             return list(await asyncio.gather(*(self._score(http, row, ask) for row in rows)))
+        finally:
+            await http.close()
 
-    async def _score(self, http: httpx.AsyncClient, row: Row, ask: ScoreSpec) -> Scores:
+    async def _score(self, http: Http, row: Row, ask: ScoreSpec) -> Scores:
         body = {
             "input_ids": row.ids.tolist(),
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
@@ -58,10 +61,9 @@ class HttpTeacher:
         }
         try:
             async with self._at_once:
-                reply = await http.post("/generate", json=body)
-            reply.raise_for_status()
+                reply = await http.post("/generate", body)
             meta = reply.json()["meta_info"]
-        except (httpx.HTTPError, KeyError, ValueError) as error:
+        except (Unreachable, LookupError, TypeError, ValueError) as error:
             raise TrainerError(f"the teacher at {self.url} did not score a row: {error}; is the server up?") from error
         return self._of_meta(row, meta, ask.top)
 

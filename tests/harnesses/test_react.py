@@ -1,4 +1,4 @@
-"""Our white-box loop: against a real session server, a real sandbox, the real SDK."""
+"""Our white-box loop: against a real session server, a real sandbox."""
 
 import json
 import time

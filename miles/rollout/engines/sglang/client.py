@@ -16,9 +16,8 @@ from collections.abc import AsyncIterator, Iterable
 from dataclasses import replace
 from typing import Any
 
-import httpx
-
 from miles.errors import ConfigError, EngineError, EngineLost
+from miles.http import Http, Lines, Unreachable
 from miles.rollout.engines.base import OnTokens
 from miles.rollout.engines.sglang.config import OnUpdate
 from miles.rollout.engines.sglang.facts import ServerFacts, ask_facts, served_version, version_of
@@ -56,11 +55,7 @@ class SGLangClient:
         self.url = url.rstrip("/")
         self._temperature, self._seed, self._on_update = temperature, seed, on_update
         self._follow, self._start_s = follow, start_s
-        self._http = httpx.AsyncClient(
-            base_url=self.url,
-            timeout=httpx.Timeout(timeout_s, connect=10.0),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
-        )
+        self._http = Http(self.url, silence_s=timeout_s)
         self._gate = gate or Gate()
         self._aborts: set[asyncio.Task[None]] = set()
         self._facts: ServerFacts | None = None
@@ -97,7 +92,7 @@ class SGLangClient:
             try:
                 self._facts, self._gate.version = await ask_facts(self._http)
                 break
-            except httpx.TransportError as error:
+            except Unreachable as error:
                 if asyncio.get_running_loop().time() > deadline:
                     raise ConfigError(f"no SGLang server answers at {self.url}: {error}") from error
                 await asyncio.sleep(0.5)
@@ -115,10 +110,10 @@ class SGLangClient:
         version = self.version
         try:
             async with asyncio.timeout(_PROBE_S):
-                if self.facts.ready and (await self._http.get("/ready")).status_code != 200:
+                if self.facts.ready and (await self._http.get("/ready")).status != 200:
                     return False
                 served = await served_version(self._http)
-        except (httpx.HTTPError, TimeoutError):
+        except (Unreachable, TimeoutError):
             return False
         return self._follow or served == version or version != self.version or self._gate.is_closed
 
@@ -152,8 +147,8 @@ class SGLangClient:
                 finished = True
                 interrupted = self._gate.ended(rid)
                 piece = self._read(reply, began, adapter, interrupted)
-            except httpx.TransportError as error:
-                raise EngineLost(f"the SGLang server at {self.url} is gone: {type(error).__name__} {error}") from error
+            except Unreachable as error:
+                raise EngineLost(f"the SGLang server at {self.url} is gone: {error}") from error
             finally:
                 if not finished:
                     self._abort_soon(rid)
@@ -210,8 +205,8 @@ class SGLangClient:
         return body
 
     async def _whole(self, body: dict[str, Any], headers: dict[str, str] | None) -> dict[str, Any]:
-        reply = await self._http.post("/generate", json=body, headers=headers)
-        refuse_errors(reply.status_code, reply.text)
+        reply = await self._http.post("/generate", body, headers=headers)
+        refuse_errors(reply.status, reply.text)
         data: dict[str, Any] = reply.json()
         return data
 
@@ -230,9 +225,9 @@ class SGLangClient:
             return {**last, "output_ids": ids, "meta_info": told}
 
         try:
-            async with self._http.stream("POST", "/generate", json=body, headers=headers) as reply:
-                if reply.status_code != 200:
-                    refuse_errors(reply.status_code, (await reply.aread()).decode("utf-8", "replace"))
+            async with self._http.stream("/generate", body, headers=headers) as reply:
+                if reply.status != 200:
+                    refuse_errors(reply.status, await reply.text())
                 async for data in _events(reply):
                     if "error" in data:
                         told = data["error"]
@@ -244,7 +239,7 @@ class SGLangClient:
                     versions += [str(meta.get("weight_version"))] * (len(ids) - len(versions))
                     last = data
                     sampling.told(ids)
-        except httpx.TransportError:
+        except Unreachable:
             if last is not None:  # what came is whole tokens: another server goes on after them
                 with contextlib.suppress(EngineError):
                     sampling.add(self._read(so_far(), began, body.get("lora_path"), False), interrupted=True)
@@ -263,8 +258,8 @@ class SGLangClient:
         """End requests. One that has gone, or a server that has, is no error."""
 
         async def one(rid: str) -> None:
-            with contextlib.suppress(httpx.HTTPError, RuntimeError):  # RuntimeError: this client is closed meanwhile
-                await self._http.post("/abort_request", json={"rid": rid}, timeout=10.0)
+            with contextlib.suppress(Unreachable):
+                await self._http.post("/abort_request", {"rid": rid}, limit_s=10.0)
 
         await asyncio.gather(*map(one, rids))
 
@@ -276,8 +271,8 @@ class SGLangClient:
         try:
             await self._updates.load(weights, pause, flush=flush)
             await self._confirm(weights.version)
-        except httpx.TransportError as error:
-            raise EngineLost(f"the SGLang server at {self.url} is gone: {type(error).__name__} {error}") from error
+        except Unreachable as error:
+            raise EngineLost(f"the SGLang server at {self.url} is gone: {error}") from error
         return pause.seconds
 
     async def _confirm(self, version: WeightVersion) -> None:
@@ -297,11 +292,11 @@ class SGLangClient:
 
     @contextlib.asynccontextmanager
     async def _stopped(self, mode: str) -> AsyncIterator[None]:
-        await self._http.post("/pause_generation", json={"mode": mode})
+        await self._http.post("/pause_generation", {"mode": mode})
         try:
             yield
         finally:
-            await self._http.post("/continue_generation", json={})
+            await self._http.post("/continue_generation", {})
 
     def release(self, session: str) -> None:
         """Nothing is kept for sessions here."""
@@ -312,7 +307,7 @@ class SGLangClient:
             await asyncio.wait(self._aborts, timeout=2.0)
         if self._updates is not None:
             await self._updates.close()
-        await self._http.aclose()
+        await self._http.close()
 
 
 class _Pause:
@@ -336,9 +331,9 @@ class _Pause:
         self.seconds = asyncio.get_running_loop().time() - self._began
 
 
-async def _events(reply: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    async for line in reply.aiter_lines():
-        if line.startswith("data: ") and line != "data: [DONE]":
+async def _events(reply: Lines) -> AsyncIterator[dict[str, Any]]:
+    async for line in reply.lines:
+        if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
             yield json.loads(line[6:])
 
 

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from miles.errors import ConfigError
+from miles.http import Http
 from miles.types import WeightVersion
 
 __all__ = ["ServerFacts", "ask_facts", "served_version", "version_of"]
@@ -37,7 +36,7 @@ class ServerFacts:
     shape: tuple[int, int] | None = None
 
 
-async def ask_facts(http: httpx.AsyncClient) -> tuple[ServerFacts, WeightVersion]:
+async def ask_facts(http: Http) -> tuple[ServerFacts, WeightVersion]:
     """Facts of the server and the weights that it serves; ConfigError when it is no SGLang server."""
     info = await _first(http, "/server_info", "/get_server_info")
     if "max_total_num_tokens" not in info:
@@ -64,7 +63,7 @@ async def ask_facts(http: httpx.AsyncClient) -> tuple[ServerFacts, WeightVersion
     return facts, await served_version(http)
 
 
-async def served_version(http: httpx.AsyncClient) -> WeightVersion:
+async def served_version(http: Http) -> WeightVersion:
     """The weights that a server says it serves."""
     return version_of((await _first(http, "/model_info", "/get_model_info")).get("weight_version"))
 
@@ -74,19 +73,19 @@ def version_of(name: Any) -> WeightVersion:
     return int(name) if str(name).isdecimal() else 0
 
 
-async def _first(http: httpx.AsyncClient, *paths: str) -> dict[str, Any]:
+async def _first(http: Http, *paths: str) -> dict[str, Any]:
     """The first of several names of one thing that this server has."""
     for path in paths:
         reply = await http.get(path)
-        if reply.status_code == 200:
+        if reply.status == 200:
             data = reply.json()
             return data if isinstance(data, dict) else {}
     return {}
 
 
-async def _has(http: httpx.AsyncClient, path: str) -> bool:
+async def _has(http: Http, path: str) -> bool:
     """Whether there is such a path: one that takes only POST refuses a GET in another way than an unknown one."""
-    return (await http.get(path)).status_code != 404
+    return (await http.get(path)).status != 404
 
 
 def _routing_shape(model: Path) -> tuple[int, int]:

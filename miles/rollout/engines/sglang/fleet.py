@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import httpx
-
 from miles.errors import ConfigError, EngineLost, MilesError
+from miles.http import Unreachable
 from miles.rollout.engines.sglang.client import SGLangClient
 from miles.rollout.engines.sglang.config import SGLangConfig
 from miles.rollout.engines.sglang.facts import ServerFacts
@@ -196,7 +195,7 @@ class Fleet:
             await asyncio.sleep(_BACK_OFF_S[min(member.deaths, len(_BACK_OFF_S)) - 1])
             try:
                 await self._bring_back(member)
-            except (MilesError, OSError, httpx.HTTPError) as error:
+            except (MilesError, OSError, Unreachable) as error:
                 member.deaths += 1
                 log.warning("%s did not come back: %s", member.name, error)
 

@@ -11,9 +11,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-import httpx
-
 from miles.errors import ConfigError, EngineLost
+from miles.http import Http, Unreachable
 from miles.processes import process_tag, scratch_folder
 from miles.rollout.engines.sglang.config import SGLangConfig
 
@@ -147,18 +146,23 @@ class ServerProcess:
 
     async def _answers(self, limit_s: float) -> None:
         deadline = asyncio.get_running_loop().time() + limit_s
-        async with httpx.AsyncClient(base_url=self.url, timeout=10.0) as http:
-            while True:
+        http = Http(self.url)
+        try:
+            while not await self._answered(http):
                 if self.ended:
                     raise EngineLost(f"the SGLang server ended at its start; {self.log} ends with:\n{self._tail()}")
-                with contextlib.suppress(httpx.TransportError):
-                    if (await http.get("/model_info")).status_code == 200:
-                        return
                 if asyncio.get_running_loop().time() > deadline:
-                    raise EngineLost(
-                        f"the SGLang server did not come up in {limit_s:g} s; {self.log} ends with:\n{self._tail()}"
-                    )
+                    late = f"the SGLang server did not come up in {limit_s:g} s"
+                    raise EngineLost(f"{late}; {self.log} ends with:\n{self._tail()}")
                 await asyncio.sleep(0.25)
+        finally:
+            await http.close()
+
+    async def _answered(self, http: Http) -> bool:
+        try:
+            return (await http.get("/model_info", limit_s=10.0)).status == 200
+        except Unreachable:
+            return False
 
     def _tail(self) -> str:
         lines = self.log.read_bytes().decode(errors="replace").splitlines() if self.log.exists() else []

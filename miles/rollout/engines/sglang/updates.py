@@ -12,9 +12,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any
 
-import httpx
-
 from miles.errors import EngineError, EngineLost
+from miles.http import Http, Unreachable
 from miles.rollout.engines.sglang.facts import ServerFacts
 from miles.types import BroadcastPlan, Weights, WeightVersion
 
@@ -27,7 +26,7 @@ _MOST = 256 << 20  # JSON and base64 are slow: more than this belongs into a dir
 class WeightUpdates:
     """What one server was given; `adapter` names the adapter that it must be asked for, if any."""
 
-    def __init__(self, http: httpx.AsyncClient, facts: ServerFacts) -> None:
+    def __init__(self, http: Http, facts: ServerFacts) -> None:
         self._http, self._facts = http, facts
         self._group = ""
         self._adapters: list[str] = []  # loaded ones, the newest last
@@ -111,19 +110,19 @@ class WeightUpdates:
             self._adapters.append(loaded)
         await self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
         for old in self._adapters[:-2]:
-            await self._http.post("/unload_lora_adapter", json={"lora_name": old})
+            await self._http.post("/unload_lora_adapter", {"lora_name": old})
         self._adapters = self._adapters[-2:]
 
     async def close(self) -> None:
         """Unload what was loaded beside the model."""
         adapters, self._adapters = self._adapters, []
-        with suppress(httpx.HTTPError):
+        with suppress(Unreachable):
             for name in adapters:
-                await self._http.post("/unload_lora_adapter", json={"lora_name": name}, timeout=5.0)
+                await self._http.post("/unload_lora_adapter", {"lora_name": name}, limit_s=5.0)
 
     async def _post(self, path: str, body: dict[str, Any]) -> None:
-        reply = await self._http.post(path, json=body)
-        refuse_errors(reply.status_code, reply.text)
+        reply = await self._http.post(path, body)
+        refuse_errors(reply.status, reply.text)
         with suppress(ValueError):
             told = reply.json()
             if isinstance(told, dict) and told.get("success") is False:
