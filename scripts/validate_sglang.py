@@ -56,7 +56,7 @@ class Validation:
         print("\n".join(lines[-4 if done.returncode == 0 else -40 :]), flush=True)
         self.failed |= done.returncode != 0
         made = sorted(set((self.out / "runs").glob("*")) - before)
-        return RunFolder.open(made[-1]) if made else RunFolder.open(Path(words[-1]))
+        return RunFolder.open(made[-1] if made else Path(words[1]))
 
     def recipe(self) -> None:
         """The reward climbs."""

@@ -11,7 +11,7 @@ import pytest
 from miles.errors import ConfigError
 from miles.rollout.session.standalone import StandaloneConfig, standalone
 from miles.trajectories import open_trajectories
-from tests.rollout.engines.test_sglang import Server, answer, serving
+from tests.rollout.engines.sglang.test_client import Server, answer, serving
 
 
 @pytest.fixture

@@ -160,7 +160,11 @@ class Fleet:
             await member.process.start(self.config.start_s)
             member.url = member.process.url
         client = self._client(member.url)
-        await client.start()
+        try:
+            await client.start()
+        except BaseException:
+            await client.close()
+            raise
         member.client = client
 
     def _devices(self, number: int) -> dict[str, str]:
@@ -205,7 +209,7 @@ class Fleet:
         if client is not None:
             await client.close()
         if member.process is not None:
-            await member.process.stop(grace_s=0)
+            await member.process.stop()
         await self._bring_up(member)
         self.epoch += 1
         async with self.loading:

@@ -21,7 +21,7 @@ __all__ = ["STAND_INS", "ServerProcess", "has_gpu", "server_arguments"]
 STAND_INS = Path(__file__).parent.parent / "sglang_cpu"
 """Folder of what SGLang imports on a machine without a GPU."""
 _HERE = Path(__file__).parent
-_END_S = 10.0
+_END_S = 5.0
 _SHARED = "sglang_loads_"  # SGLang's files in /dev/shm, which it never removes
 _TAIL = 12  # lines of a log that an error shows
 
@@ -141,7 +141,7 @@ class ServerProcess:
         try:
             await self._answers(limit_s)
         except BaseException:
-            await self.stop(grace_s=0)
+            await self.stop()
             raise
 
     async def _answers(self, limit_s: float) -> None:
@@ -168,16 +168,18 @@ class ServerProcess:
         lines = self.log.read_bytes().decode(errors="replace").splitlines() if self.log.exists() else []
         return "\n".join(lines[-_TAIL:])
 
-    async def stop(self, grace_s: float = _END_S) -> None:
+    async def stop(self) -> None:
         """End it with everything that it started. Safe to call twice."""
         process, self._process = self._process, None
         if process is not None:
             shared = _mapped(process.pid)
-            process.terminate()  # the server ends what it started, and what that left in shared memory
-            await _until(lambda: process.poll() is not None, grace_s)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            await _until(lambda: not _group_lives(process), _END_S)
+            # The server alone: what it started ends with it, Python's tracker last, which clears shared semaphores.
+            # (SIGTERM would make it diagnose its dead children for five seconds.)
+            process.kill()
+            if not await _until(lambda: not _group_lives(process), _END_S):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                await _until(lambda: not _group_lives(process), _END_S)
             for path in shared:
                 path.unlink(missing_ok=True)
             forget_shared_memory()
@@ -185,11 +187,12 @@ class ServerProcess:
             await asyncio.to_thread(shutil.rmtree, self._scratch, ignore_errors=True)
 
 
-async def _until(done: Callable[[], bool], limit_s: float) -> None:
+async def _until(done: Callable[[], bool], limit_s: float) -> bool:
     loop = asyncio.get_running_loop()
     deadline = loop.time() + limit_s
     while not done() and loop.time() < deadline:  # noqa: ASYNC110  no event tells it
         await asyncio.sleep(0.05)
+    return done()
 
 
 def _group_lives(process: "subprocess.Popen[bytes]") -> bool:

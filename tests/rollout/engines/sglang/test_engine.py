@@ -61,8 +61,9 @@ async def until(true):
 
 
 async def begun(*servers):
-    """Wait until one of the servers has sampled a few tokens."""
-    await until(lambda: any(server.sampled > 3 for server in servers))
+    """Wait until one of the servers has sampled a few tokens more."""
+    before = [server.sampled for server in servers]
+    await until(lambda: any(server.sampled > count + 3 for server, count in zip(servers, before, strict=True)))
 
 
 def serving(engine, count):
