@@ -25,7 +25,7 @@ from transformers.utils.logging import disable_progress_bar
 from miles.broadcast import join, receive
 from miles.deltas import LocalCheckpoint
 from miles.errors import EngineError, EngineLost
-from miles.models import load_model
+from miles.models import CheckpointWriter, load_model
 from miles.processes import Reply, deferred, scratch_folder
 from miles.types import BroadcastPlan, Finish, Generated, Weights
 
@@ -64,6 +64,7 @@ class ContinuousEngine:
         if isinstance(model, str | Path):
             model = load_model(model)
         self._model, self._exit_when_dead = model, exit_when_dead
+        self._writer = CheckpointWriter(model)
         self._version = version
         self._on_update = on_update
         self._updates = [(0.0, version)]
@@ -169,14 +170,13 @@ class ContinuousEngine:
 
     def load_tensors(self, tensors: Mapping[str, torch.Tensor], version: int) -> float:
         """Copy weights by their HF names between two steps of the loop. Partial sets are allowed. Seconds of pause."""
-        own = self._model.state_dict()
-        unknown = [name for name in tensors if name not in own]
+        unknown = [name for name in tensors if not self._writer.knows(name)]
         if unknown:
             raise EngineError(f"published weights {unknown[:3]} are not in this model; are the two the same model?")
         with self._manager.pause(), torch.no_grad(), self._lock:
             began = time.monotonic()
             for name, tensor in tensors.items():
-                own[name].copy_(tensor)
+                self._writer.write(name, tensor)
             self._mark_and_forget(version)
             return time.monotonic() - began
 

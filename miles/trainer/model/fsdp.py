@@ -1,5 +1,6 @@
 """The FSDP2 backend: one code path for gloo on CPUs and NCCL on GPUs, one rank or many."""
 
+import itertools
 import os
 import random
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers.utils.logging import disable_progress_bar
 
 from miles.errors import ConfigError
-from miles.models import load_model
+from miles.models import checkpoint_tensors, load_model
 from miles.trainer.algorithms.losses import loss_of
 from miles.trainer.algorithms.metrics import step_metrics
 from miles.trainer.algorithms.tokens import Tokens
@@ -231,7 +232,8 @@ class FsdpBackend:
             assert self.config.lora is not None
             yield from lora.adapter_tensors(self.lm, self.config.lora.name)
         else:
-            yield from lora.merged_weights(self.lm, self.config.lora)
+            for _, layer in itertools.groupby(lora.merged_weights(self.lm, self.config.lora), key=_layer_of):
+                yield from checkpoint_tensors(self.lm, dict(layer)).items()
             kept = self.lm.state_dict().keys()
             yield from ((name, buffer) for name, buffer in self.lm.named_buffers() if name in kept)
 
@@ -240,6 +242,12 @@ class FsdpBackend:
 
     def load(self, directory: Path) -> None:
         self.optimizer, self._phase = checkpoint.load(directory, self.policy, rank=self.rank, world=self.world)
+
+
+def _layer_of(named: tuple[str, Tensor]) -> str:
+    """The decoder layer that a weight belongs to; only one is gathered at a time."""
+    stem, layers, rest = named[0].partition(".layers.")
+    return f"{stem}{layers}{rest.partition('.')[0]}" if layers else "outside of layers"
 
 
 def _head(config: BackendConfig, *, cuda: bool) -> str:

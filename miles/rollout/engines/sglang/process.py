@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -58,7 +59,7 @@ def server_arguments(
         "--tp-size": config.tp if config.tp > 1 else None,
         "--dp-size": config.dp if config.dp > 1 else None,
         "--mem-fraction-static": config.memory,
-        "--max-total-tokens": config.cache_tokens or (None if gpu else 32_768),
+        "--max-total-tokens": config.cache_tokens or (_most_tokens(model) if gpu else 32_768),
         "--context-length": config.context,
         "--max-running-requests": config.max_requests or (None if gpu else 32),
         "--attention-backend": config.attention or (None if gpu else "torch_native"),
@@ -79,6 +80,18 @@ def server_arguments(
         rank, targets = lora
         words += ["--enable-lora", "--max-lora-rank", str(rank), "--lora-target-modules", *targets]
     return [*words, *config.flags]
+
+
+def _most_tokens(model: Path) -> int | None:
+    """Tokens that a layer's cache can have: SGLang's kernels count its numbers with 32 bits, and a small model on a large
+    GPU would get more. (SGLang itself takes fewer where memory ends.)"""
+    try:
+        config = json.loads((model / "config.json").read_text())
+        heads = int(config.get("num_key_value_heads") or config["num_attention_heads"])
+        size = int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None  # a model of another kind: SGLang decides
+    return (1 << 30) // (heads * size)
 
 
 class ServerProcess:
