@@ -99,6 +99,20 @@ class Http:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise Unreachable(f"{type(error).__name__} {error}") from error
 
+    @contextlib.asynccontextmanager
+    async def forward(
+        self, method: str, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> AsyncIterator[tuple[int, dict[str, str], AsyncIterator[bytes]]]:
+        """Bytes as they are, and the answer's status, headers and bytes as they come."""
+        try:
+            async with self._session().request(
+                method, self.base_url + path, data=body, headers=headers, skip_auto_headers=("User-Agent",)
+            ) as reply:
+                told = {name.lower(): value for name, value in reply.headers.items()}
+                yield reply.status, told, reply.content.iter_any()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise Unreachable(f"{type(error).__name__} {error}") from error
+
     async def close(self) -> None:
         """Close every connection; later requests are Unreachable."""
         self._closed = True

@@ -34,7 +34,7 @@ def make_small_moe(directory: Path, *, hidden: int = 256, layers: int = 4, exper
             num_experts_per_tok=top_k,
             norm_topk_prob=True,
             max_position_embeddings=4096,
-            tie_word_embeddings=True,
+            tie_word_embeddings=False,  # SGLang gives this architecture a head of its own
             bos_token_id=None,
             eos_token_id=tiny["eos_token_id"],
             pad_token_id=tiny["pad_token_id"],

@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from miles import __version__
-from miles.cli import session
+from miles.cli import engine, session
 from miles.errors import ConfigError, MilesError
 
 __all__ = ["main", "parser"]
+
+_SETTINGS = {"launch": "overrides", "engine": "settings"}
+"""Commands that take settings anywhere, and where they go."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -50,6 +53,7 @@ def parser() -> argparse.ArgumentParser:
         command.set_defaults(call=f"miles.cli.show:{call}")
 
     session.add_commands(commands)
+    engine.add_commands(commands)
     doctor = commands.add_parser("doctor", help="what works on this machine, and what to install")
     doctor.add_argument("--json", action="store_true", help="machine-readable")
     doctor.set_defaults(call="miles.cli.doctor:doctor")
@@ -60,10 +64,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. 0: done; 1: it failed; 2: the user can mend the command; 130: cancelled."""
     options, left = parser().parse_known_args(argv)
     settings = [word for word in left if "=" in word and not word.startswith("-")]
-    if len(settings) != len(left) or (left and options.command != "launch"):
+    if len(settings) != len(left) or (left and not hasattr(options, _SETTINGS.get(options.command, ""))):
         parser().error(f"unrecognized arguments: {' '.join(word for word in left if word not in settings)}")
     if left:  # argparse gives up on positionals after an option; settings may stand anywhere
-        options.overrides = [*options.overrides, *settings]
+        name = _SETTINGS[options.command]
+        setattr(options, name, [*getattr(options, name), *settings])
     sys.path.insert(0, str(Path.cwd()))  # so that module:attr finds the user's own files
     module, _, name = options.call.partition(":")
     import importlib

@@ -29,6 +29,7 @@ class Member:
 
     name: str
     url: str = ""
+    launched: bool = False
     process: ServerProcess | None = None
     client: SGLangClient | None = None
     state: Literal["down", "waiting", "up", "gone"] = "down"
@@ -71,8 +72,10 @@ class Fleet:
         self.config, self.log_dir = config, log_dir
         self._client, self._prepare = client, prepare
         self._python, self._arguments = python, list(arguments)
-        names = config.urls or [f"sglang-{number}" for number in range(config.servers)]
-        self.members = {name: Member(name, url=name if config.urls else "") for name in names}
+        self.members = {url: Member(url, url) for url in config.urls}
+        if not config.urls:
+            names = [f"sglang-{number}" for number in range(config.servers)]
+            self.members = {name: Member(name, launched=True) for name in names}
         self.placement = Placement(idle_s=config.idle_s, sticky=config.affinity)
         self.loading = asyncio.Lock()
         self.epoch = 0
@@ -93,6 +96,28 @@ class Fleet:
         for member in members:
             self.join(member)
             member.keeper = asyncio.create_task(self._keep(member))
+
+    async def add(self, url: str) -> None:
+        """Take in a server that runs already. ConfigError when it does not answer, or is there already."""
+        if url in self.members:
+            raise ConfigError(f"{url} is one of the servers already")
+        member = Member(url, url)
+        await self._bring_up(member)
+        async with self.loading:
+            self.members[url] = member
+            self.epoch += 1
+            if await self._prepare(member):
+                self.join(member)
+            else:
+                member.state = "waiting"
+        member.keeper = asyncio.create_task(self._keep(member))
+
+    async def remove(self, name: str) -> None:
+        """Let a server go; one that was launched here is ended. KeyError for an unknown one."""
+        member = self.members.pop(name)
+        self.placement.remove(name)
+        self.epoch += 1
+        await self._end([member])
 
     def taking(self) -> list[Member]:
         """Those that can be given weights."""
@@ -137,7 +162,9 @@ class Fleet:
 
     async def close(self) -> None:
         """End the launched servers; others go on running."""
-        members = list(self.members.values())
+        await self._end(list(self.members.values()))
+
+    async def _end(self, members: Sequence[Member]) -> None:
         keepers = [member.keeper for member in members if member.keeper]
         for keeper in keepers:
             keeper.cancel()
@@ -149,7 +176,7 @@ class Fleet:
 
     async def _bring_up(self, member: Member) -> None:
         """Start a member's server, or wait for it, and learn what it can."""
-        if not self.config.urls:
+        if member.launched:
             number = list(self.members).index(member.name)
             member.process = ServerProcess(
                 self._python,

@@ -83,8 +83,8 @@ def server_arguments(
 
 
 def _most_tokens(model: Path) -> int | None:
-    """Tokens that a layer's cache can have: SGLang's kernels count its numbers with 32 bits, and a small model on a large
-    GPU would get more. (SGLang itself takes fewer where memory ends.)"""
+    """Tokens whose keys 32 bits can count: kernels index with no more, and a small model on a large GPU would get more.
+    (SGLang itself takes fewer where memory ends.)"""
     try:
         config = json.loads((model / "config.json").read_text())
         heads = int(config.get("num_key_value_heads") or config["num_attention_heads"])
@@ -112,6 +112,7 @@ class ServerProcess:
         self._environment = dict(environment or {})
         self._process: subprocess.Popen[bytes] | None = None
         self._scratch: Path | None = None
+        self._shared: set[Path] = set()
 
     @property
     def pid(self) -> int | None:
@@ -153,6 +154,7 @@ class ServerProcess:
             )
         try:
             await self._answers(limit_s)
+            self._shared = _mapped(self._process.pid)
         except BaseException:
             await self.stop()
             raise
@@ -185,7 +187,6 @@ class ServerProcess:
         """End it with everything that it started. Safe to call twice."""
         process, self._process = self._process, None
         if process is not None:
-            shared = _mapped(process.pid)
             # The server alone: what it started ends with it, Python's tracker last, which clears shared semaphores.
             # (SIGTERM would make it diagnose its dead children for five seconds.)
             process.kill()
@@ -193,7 +194,7 @@ class ServerProcess:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 await _until(lambda: not _group_lives(process), _END_S)
-            for path in shared:
+            for path in self._shared:
                 path.unlink(missing_ok=True)
             forget_shared_memory()
         if self._scratch is not None:
