@@ -57,10 +57,10 @@ async def test_bodies_and_answers_go_through_as_they_are(model, tmp_path):
 async def test_a_session_stays_on_its_server_and_a_dying_one_is_replaced(model, tmp_path):
     async with emulated(model) as one, emulated(model, delay_s=0.02) as two:  # noqa: SIM117
         async with gateway_of(tmp_path, one, two) as (_, http):
-            for session in ("a", "b", "c", "d") * 3:
+            for session in [*"abcdefghijkl"] * 2:
                 await http.post("/generate", json=BODY | {"rid": session}, headers={"x-smg-routing-key": session})
             where = [{asked["rid"] for asked in server.asked} for server in (one, two)]
-            assert where[0] | where[1] == {"a", "b", "c", "d"}
+            assert where[0] | where[1] == {*"abcdefghijkl"}
             assert not where[0] & where[1]
             session = next(iter(where[1]))
             task = asyncio.create_task(http.post("/generate", json=BODY, headers={"x-miles-session": session}))
@@ -78,7 +78,7 @@ async def test_a_session_stays_on_its_server_and_a_dying_one_is_replaced(model, 
 async def until_second(http, state):
     """Wait until the second worker is in a state."""
     async with asyncio.timeout(10):
-        while (await http.get("/workers")).json()["workers"][1]["state"] != state:
+        while (await http.get("/workers")).json()["workers"][1]["state"] != state:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
 
@@ -89,12 +89,9 @@ async def test_updates_reach_all_and_a_server_that_comes_back_is_told_them_first
         assert (one.version, two.version) == ("5", "5")
         await two.die()
         fresh = Emulator(model)
-        while (await http.get("/workers")).json()["workers"][1]["state"] == "up":
-            await asyncio.sleep(0.02)
+        await until_second(http, "down")
         async with fresh.served(port=two.port):
-            async with asyncio.timeout(10):
-                while (await http.get("/workers")).json()["workers"][1]["state"] != "up":
-                    await asyncio.sleep(0.02)
+            await until_second(http, "up")
             assert fresh.version == "5"
             refused = {"model_path": "/no/such", "weight_version": "6"}
             reply = await http.post("/update_weights_from_disk", json=refused)
