@@ -13,6 +13,7 @@ from miles.recipes.compose import check_plugins, resume
 from miles.recipes.compose import launch as launch_run
 from miles.recipes.config import RunConfig, is_offline, recipe_path
 from miles.recipes.offline import OfflineRun, check, launch_offline, resume_offline
+from miles.recipes.placement import place
 from miles.runs import RunFolder
 from miles.types import Reporter
 
@@ -42,6 +43,9 @@ def launch(options: argparse.Namespace) -> int:
     if options.dry_run:
         check(config) if isinstance(config, OfflineRun) else check_plugins(config)
         print(dump_toml(config), end="")
+        placement = place(config) if isinstance(config, RunConfig) else None
+        for line in placement.lines() if placement else ():
+            print(f"# {line}")
         return 0
     with make_reporter(plain=options.plain) as reporter:
         try:

@@ -16,6 +16,7 @@ from miles.errors import ConfigError, MilesError
 from miles.harnesses.base import as_harness
 from miles.recipes.config import RunConfig
 from miles.recipes.gguf import convert, find
+from miles.recipes.placement import place, what_is_missing
 from miles.recipes.plots import plot_rewards
 from miles.recipes.running import Running, begun, ctrl_c, raise_file_limit, rescue, resumed
 from miles.recipes.tiny_model import describe, make_tiny_model
@@ -66,6 +67,8 @@ def make_plugin(kind: str, name: str, settings: dict[str, Any]) -> Any:
 async def launch(config: RunConfig, reporter: Reporter) -> RunFolder:
     """A new run, from its folder to its last evaluation. Raises MilesError when it cannot go on."""
     taskset = check_plugins(config)
+    if missing := what_is_missing(config):
+        raise ConfigError(f"{config.name} cannot be launched here: {missing}")
     with begun(config) as folder:
         await _go(config, taskset, folder, reporter, checkpoint=None)
     return folder
@@ -94,6 +97,7 @@ def check_plugins(config: RunConfig) -> Taskset:
     for key, path in _model_keys(config).items():
         if path is not None and not (path / "config.json").is_file():
             raise ConfigError(f"{key}={path} is not a model directory (no config.json)")
+    place(config)
     if config.train.advantage.turn_credit is not None:
         resolve("advantages", config.train.advantage.turn_credit)
     if config.engine.name == "scripted":

@@ -73,6 +73,15 @@ class EngineSection(Config):
     """Settings of SGLang servers."""
 
 
+class ClusterSection(Config):
+    """The machines that a recipe is meant for; `miles launch --dry-run` tells who gets which GPU."""
+
+    nodes: int = Field(1, gt=0)
+    """Machines."""
+    gpus_per_node: int = Field(0, ge=0)
+    """GPUs of each; 0: as many as this machine has."""
+
+
 class SamplingSection(Config):
     """How the policy is sampled. Clients' own wishes are recorded and ignored."""
 
@@ -108,6 +117,8 @@ class RunConfig(Recipe):
     """Where commands run."""
     engine: EngineSection = EngineSection()
     """Inference."""
+    cluster: ClusterSection = ClusterSection()
+    """Machines and GPUs."""
     sampling: SamplingSection = SamplingSection()
     """Sampling of the policy."""
     session: SessionConfig = SessionConfig()
