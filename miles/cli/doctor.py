@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-from miles.errors import SandboxError
+from miles.errors import ConfigError, SandboxError
 
 __all__ = ["checks", "doctor"]
 
@@ -44,10 +44,19 @@ def checks() -> Iterator[Check]:
     yield "embedded engine", _installed("torch") and _installed("transformers"), "torch and transformers, on any CPU"
     yield _cuda()
     yield _docker()
-    yield _package("sglang", "optional: pip install sglang in an environment of its own (it pins torch)")
+    yield _sglang()
     for package in ("gymnasium", "docker", "e2b", "modal", "daytona"):
         name, found, detail = _package(package, f"optional: pip install {package}")
         yield f"{name} SDK" if name != "gymnasium" else name, found, detail
+
+
+def _sglang() -> Check:
+    from miles.rollout.engines.sglang.install import default_python
+
+    try:
+        return "sglang", True, f"in {default_python().parent.parent}"
+    except ConfigError as error:
+        return "sglang", False, f"optional: {error.message}"
 
 
 def _package(name: str, hint: str) -> Check:
