@@ -31,6 +31,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.delta_sync
 	$(BIN)/python -m benchmarks.loss_memory
 	$(BIN)/python -m benchmarks.train_step
+	$(BIN)/python -m benchmarks.http_clients
 
 # torch first: whatever depends on it then takes the build that is there.
 $(VENV)/.installed: pyproject.toml

@@ -67,8 +67,7 @@ def make_plugin(kind: str, name: str, settings: dict[str, Any]) -> Any:
 async def launch(config: RunConfig, reporter: Reporter) -> RunFolder:
     """A new run, from its folder to its last evaluation. Raises MilesError when it cannot go on."""
     taskset = check_plugins(config)
-    if missing := what_is_missing(config):
-        raise ConfigError(f"{config.name} cannot be launched here: {missing}")
+    _fits_here(config)
     with begun(config) as folder:
         await _go(config, taskset, folder, reporter, checkpoint=None)
     return folder
@@ -77,10 +76,16 @@ async def launch(config: RunConfig, reporter: Reporter) -> RunFolder:
 async def resume(folder: RunFolder, config: RunConfig, reporter: Reporter) -> RunFolder:
     """Go on from the newest checkpoint with the same data cursor."""
     taskset = check_plugins(config)
+    _fits_here(config)
     critic = config.train.advantage.estimator == "gae"
     with resumed(folder, config, config.trainer, critic=critic) as checkpoint:
         await _go(config, taskset, folder, reporter, checkpoint=checkpoint)
     return folder
+
+
+def _fits_here(config: RunConfig) -> None:
+    if missing := what_is_missing(config):
+        raise ConfigError(f"{config.name} cannot be launched here: {missing}")
 
 
 def check_plugins(config: RunConfig) -> Taskset:

@@ -21,7 +21,7 @@ def run(capsys, *arguments):
 def test_the_commands_are_these(capsys):
     status, out, _ = run(capsys, "--help")
     assert status == 0
-    assert re.findall(r"^    (\w+) ", out, re.MULTILINE) == ["launch", "recipe", "runs", "session", "doctor"]
+    assert re.findall(r"^    (\w+) ", out, re.MULTILINE) == ["launch", "recipe", "runs", "session", "engine", "doctor"]
     assert run(capsys, "--version")[1] == f"miles {__version__}\n"
     assert run(capsys, "nonsense")[0] == 2
     assert parser().parse_args(["launch", "r", "a.b=1", "c=2"]).overrides == ["a.b=1", "c=2"]
@@ -33,7 +33,7 @@ def test_recipes_are_listed_and_shown_whole(capsys):
     assert status == 0
     assert "[train.warm_start.optim]" in out
     status, _, err = run(capsys, "recipe", "show", "quickstat")
-    assert (status, "known: quickstart" in err) == (2, True)
+    assert (status, "known: glm-64gpu, quickstart" in err) == (2, True)
 
 
 def test_a_dry_run_prints_what_would_run(capsys, tmp_path):
@@ -50,7 +50,7 @@ def test_a_dry_run_prints_what_would_run(capsys, tmp_path):
     ("arguments", "message"),
     [
         (["launch"], "which recipe"),
-        (["launch", "nope"], "unknown recipe 'nope'; known: quickstart"),
+        (["launch", "nope"], "unknown recipe 'nope'; known: glm-64gpu, quickstart"),
         (["launch", "nope.toml"], "no recipe file nope.toml"),
         (["launch", "quickstart", "--resume", "runs/x"], "give either a recipe or --resume"),
         (["launch", "--resume", "/no/run"], "/no/run is not a run folder"),
