@@ -73,17 +73,30 @@ class Http:
         return await self._ask("GET", path, None, None, limit_s)
 
     async def post(
-        self, path: str, body: Any, *, headers: Mapping[str, str] | None = None, limit_s: float | None = None
+        self,
+        path: str,
+        body: Any,
+        *,
+        headers: Mapping[str, str] | None = None,
+        limit_s: float | None = None,
+        patient: bool = False,
     ) -> Reply:
-        """The same, for a JSON body."""
-        return await self._ask("POST", path, body, headers, limit_s)
+        """The same, for a JSON body. `patient`: however long the server is silent."""
+        return await self._ask("POST", path, body, headers, limit_s, patient=patient)
 
     async def _ask(
-        self, method: str, path: str, body: Any, headers: Mapping[str, str] | None, limit_s: float | None
+        self,
+        method: str,
+        path: str,
+        body: Any,
+        headers: Mapping[str, str] | None,
+        limit_s: float | None,
+        *,
+        patient: bool = False,
     ) -> Reply:
         options: dict[str, Any] = _json_body(body, headers) if method == "POST" else {}
-        if limit_s is not None:
-            options["timeout"] = aiohttp.ClientTimeout(total=limit_s)
+        if limit_s is not None or patient:
+            options["timeout"] = aiohttp.ClientTimeout(total=limit_s, sock_connect=self._timeout.sock_connect)
         try:
             async with self._session().request(method, self.base_url + path, **options) as reply:
                 return Reply(reply.status, await reply.read())

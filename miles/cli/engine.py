@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from miles.config import apply_overrides, build
 from miles.errors import ConfigError, EngineError
 
 __all__ = ["add_commands", "install", "start", "status", "stop"]
@@ -53,6 +52,7 @@ def install(options: argparse.Namespace) -> int:
 
 def start(options: argparse.Namespace) -> int:
     """Launch servers and return when they answer, or stay with them."""
+    from miles.config import apply_overrides, build
     from miles.rollout.engines.sglang.config import SGLangConfig
     from miles.rollout.engines.sglang.install import miles_home
     from miles.rollout.engines.sglang.keeper import alive, keep, refuse_taken, state_file

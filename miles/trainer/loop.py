@@ -188,16 +188,17 @@ class Driver:
         batch = await self._enricher.enrich(batch, {group.id: group.task_id for group in groups})
         enriched = time.monotonic()
         probed = await self._probe_routing(batch)
-        parts = []
-        for number, part in enumerate(batch.parts):
-            # After the first step the weights are no longer those that sampled: no difference to the engine to measure.
-            policy = await self._step_policy(part, version=self.step if number == 0 else -1)
-            parts.append(policy | await self._step_critic(part))
-        trained = probed | joined(parts)
-        self.step += 1
-        self._source.trained()
-        train_s = time.monotonic() - began
-        published = await self._publish()
+        async with self._publisher.stepping:
+            parts = []
+            for number, part in enumerate(batch.parts):
+                # After the first step the weights are not those that sampled: no difference to the engine to measure.
+                policy = await self._step_policy(part, version=self.step if number == 0 else -1)
+                parts.append(policy | await self._step_critic(part))
+            trained = probed | joined(parts)
+            self.step += 1
+            self._source.trained()
+            train_s = time.monotonic() - began
+            published = await self._publish()
         timings = {"train_s": train_s, "score_s": enriched - began, **published}
         return {**batch.metrics, **trained, **self._source.counters(), **timings}
 

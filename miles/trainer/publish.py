@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from miles.config import Config
-from miles.errors import TrainerError
+from miles.errors import EngineLost, TrainerError
 from miles.processes import scratch_folder
 from miles.trainer.trainer import Trainer
 from miles.types import BroadcastPlan, Weights, WeightSink, WeightVersion
@@ -53,6 +53,8 @@ class Publisher:
         self._plan: BroadcastPlan | None = None
         self._members: tuple[int, int] = (0, 0)
         self._one_at_a_time = asyncio.Lock()
+        self.stepping = asyncio.Lock()
+        """Held from an optimizer step to the publishing of what it made: the weights have no version meanwhile."""
 
     async def publish(self, version: WeightVersion) -> dict[str, float]:
         """Return when every engine serves `version`. Seconds: publish_s in all, transfer_s to write and hand over,
@@ -64,7 +66,7 @@ class Publisher:
 
     async def again(self) -> None:
         """Broadcast the present version once more, to engines that came up since."""
-        async with self._one_at_a_time:
+        async with self.stepping, self._one_at_a_time:
             if self._last >= 0 and self.config.kind == "broadcast":
                 await self._publish(self._last)
 
@@ -81,7 +83,14 @@ class Publisher:
             directory = self._root / f"v{version:06d}"
             weights = await self._trainer.weights(version, directory, dtype=self.config.dtype)
             metrics["publish_bytes"] = float(_size(directory))
-        pause_s = await self._hand_over(weights)
+        try:
+            pause_s = await self._hand_over(weights)
+        except EngineLost:
+            if weights.broadcast is None:
+                raise
+            self._plan = None  # servers came or went: once more, with those that are there now
+            weights = Weights(version=version, broadcast=await self._broadcast_plan())
+            pause_s = await self._hand_over(weights)
         self._last = version
         self._forget(weights)
         seconds = time.monotonic() - began

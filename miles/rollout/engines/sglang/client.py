@@ -30,6 +30,7 @@ __all__ = ["SGLangClient"]
 
 _END_S = 60.0  # what requests get to end before an update
 _PROBE_S = 10.0
+_DYING_S = 0.5
 
 
 class SGLangClient:
@@ -56,7 +57,9 @@ class SGLangClient:
         self._temperature, self._seed, self._on_update = temperature, seed, on_update
         self._follow, self._start_s = follow, start_s
         self._http = Http(self.url, silence_s=timeout_s)
-        self._gate = gate or Gate()
+        self._gate, self._shared = gate or Gate(), gate is not None
+        self._gate.enders.append(self.abort)
+        self._loading = False
         self._aborts: set[asyncio.Task[None]] = set()
         self._facts: ServerFacts | None = None
         self._updates: WeightUpdates | None = None
@@ -90,17 +93,23 @@ class SGLangClient:
         deadline = asyncio.get_running_loop().time() + self._start_s
         while True:
             try:
-                self._facts, self._gate.version = await ask_facts(self._http)
+                self._facts, version = await ask_facts(self._http)
                 break
             except Unreachable as error:
                 if asyncio.get_running_loop().time() > deadline:
                     raise ConfigError(f"no SGLang server answers at {self.url}: {error}") from error
                 await asyncio.sleep(0.5)
         self._updates = WeightUpdates(self._http, self._facts)
+        if not self._shared:  # what is behind a shared gate is told by whoever updates all of it
+            self._gate.version = version
+        if not self._follow:  # a run before this one may have ended in the middle of an update
+            with contextlib.suppress(Unreachable):
+                await self._http.post("/continue_generation", {})
 
     def behind(self, facts: ServerFacts) -> None:
         """Instead of `start`: this is a router, and the servers behind it are like that one."""
         self._facts = facts
+        self._gate.enders.remove(self.abort)
 
     async def serves(self) -> bool:
         """Whether the server answers and has the weights that it was given: asked cheaply, without generating.
@@ -115,7 +124,7 @@ class SGLangClient:
                 served = await served_version(self._http)
         except (Unreachable, TimeoutError):
             return False
-        return self._follow or served == version or version != self.version or self._gate.is_closed
+        return self._follow or served == version or version != self.version or self._loading
 
     async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> Generated:
         """Sample on this server, whatever it is updated to meanwhile."""
@@ -205,7 +214,8 @@ class SGLangClient:
         return body
 
     async def _whole(self, body: dict[str, Any], headers: dict[str, str] | None) -> dict[str, Any]:
-        reply = await self._http.post("/generate", body, headers=headers)
+        # However long it takes: the server is watched, and its end breaks the connection.
+        reply = await self._http.post("/generate", body, headers=headers, patient=True)
         refuse_errors(reply.status, reply.text)
         data: dict[str, Any] = reply.json()
         return data
@@ -239,13 +249,16 @@ class SGLangClient:
                     versions += [str(meta.get("weight_version"))] * (len(ids) - len(versions))
                     last = data
                     sampling.told(ids)
+            if last is None or not last["meta_info"].get("finish_reason"):
+                raise Unreachable("its stream ended in the middle")
         except Unreachable:
-            if last is not None:  # what came is whole tokens: another server goes on after them
-                with contextlib.suppress(EngineError):
-                    sampling.add(self._read(so_far(), began, body.get("lora_path"), False), interrupted=True)
+            if last is None:
+                raise
+            if last["meta_info"].get("finish_reason"):
+                return so_far()  # it broke off after its last event
+            with contextlib.suppress(EngineError):  # what came is whole tokens: another server goes on after them
+                sampling.add(self._read(so_far(), began, body.get("lora_path"), False), interrupted=True)
             raise
-        if last is None:
-            raise EngineLost(f"the SGLang server at {self.url} ended a stream without an answer")
         return so_far()
 
     def _abort_soon(self, rid: str) -> None:
@@ -268,11 +281,20 @@ class SGLangClient:
         assert self._updates is not None, "not started"
         flush = self.facts.brackets and self._on_update == "retract"
         pause = _Pause(self, weights)
+        self._loading = True
         try:
             await self._updates.load(weights, pause, flush=flush)
             await self._confirm(weights.version)
         except Unreachable as error:
             raise EngineLost(f"the SGLang server at {self.url} is gone: {error}") from error
+        except EngineLost as error:
+            await asyncio.sleep(_DYING_S)
+            with contextlib.suppress(Unreachable):
+                await served_version(self._http)
+                raise EngineError(f"{error.message}; the server at {self.url} lives: it cannot do this") from error
+            raise
+        finally:
+            self._loading = False
         return pause.seconds
 
     async def _confirm(self, version: WeightVersion) -> None:
@@ -284,7 +306,7 @@ class SGLangClient:
     async def paused(self) -> AsyncIterator[None]:
         """The server samples nothing during the block."""
         if self._on_update == "resume":
-            async with self._gate.closed(self.abort, _END_S), self._stopped("in_place"):
+            async with self._gate.closed(_END_S), self._stopped("in_place"):
                 yield
         else:
             async with self._stopped(self._on_update):
@@ -292,17 +314,23 @@ class SGLangClient:
 
     @contextlib.asynccontextmanager
     async def _stopped(self, mode: str) -> AsyncIterator[None]:
-        await self._http.post("/pause_generation", {"mode": mode})
         try:
+            reply = await self._http.post("/pause_generation", {"mode": mode})
+            refuse_errors(reply.status, reply.text)
             yield
         finally:
-            await self._http.post("/continue_generation", {})
+            try:
+                await self._http.post("/continue_generation", {})
+            except Unreachable:  # its answer may be what was lost
+                await self._http.post("/continue_generation", {})
 
     def release(self, session: str) -> None:
         """Nothing is kept for sessions here."""
 
     async def close(self) -> None:
         """Let go of the server; it goes on running."""
+        if self.abort in self._gate.enders:
+            self._gate.enders.remove(self.abort)
         if self._aborts:
             await asyncio.wait(self._aborts, timeout=2.0)
         if self._updates is not None:

@@ -63,12 +63,15 @@ class SGLangEngine:
         self._gate = Gate() if self.config.router else None
         self._router: SGLangClient | None = None
         self._context_length = 0
-        self.wants_weights = asyncio.Event()
-        """Set when no server can go on before weights are broadcast again."""
 
     @property
     def version(self) -> WeightVersion:
         return self._weights.version if self._weights else 0
+
+    @property
+    def wants_weights(self) -> asyncio.Event:
+        """Set while no server can go on before weights are broadcast again."""
+        return self._fleet.starved
 
     @property
     def context_length(self) -> int:
@@ -133,7 +136,11 @@ class SGLangEngine:
         """One request to a server, when there is room for it."""
         session = sampling.request.session
         if self._router is not None:
-            await self._router.sample(sampling, headers={"x-smg-routing-key": session})
+            try:
+                await self._router.sample(sampling, headers={"x-smg-routing-key": session})
+            except EngineLost:
+                await asyncio.sleep(_DYING_S)
+                raise
             return
         tokens = len(sampling.prompt) + int(self.config.reserve * sampling.left)
         limit_s = self.config.start_s + self.config.timeout_s  # a server that is being replaced is waited for
@@ -146,8 +153,7 @@ class SGLangEngine:
                 await client.sample(sampling, copy=seat.copy)
             except EngineLost:  # dead, started anew by somebody, or only too busy
                 await asyncio.sleep(_DYING_S)
-                if member.client is client and not await self._fleet.serves(member):
-                    self._fleet.lost(member)
+                await self._fleet.lost_unless_serving(member, client)
                 raise
 
     def release(self, session: str) -> None:
@@ -157,8 +163,8 @@ class SGLangEngine:
     async def receivers(self) -> tuple[int, int]:
         """Processes of all servers that will take part in a broadcast, and a number that changes when they do."""
         for member in self._fleet.taking():
-            if not await self._fleet.serves(member):
-                self._fleet.lost(member)
+            await self._fleet.lost_unless_serving(member, member.client)
+        await self._fleet.anyone(waiting=True)
         return sum(member.facts.ranks for member in self._fleet.taking()), self._fleet.epoch
 
     async def load(self, weights: Weights) -> float:
@@ -170,8 +176,10 @@ class SGLangEngine:
         async with self._fleet.loading:
             known = await self._readable(weights)
             self._weights = weights
-            self.wants_weights.clear()
             taking = self._fleet.taking()
+            plan = weights.broadcast
+            if plan is not None and sum(member.facts.ranks for member in taking) != plan.world - 1:
+                raise EngineLost("servers came or went while a broadcast was planned")
             found = await asyncio.gather(
                 *(self._give(member, part) for member, part in zip(taking, _parts(known, taking), strict=True)),
                 return_exceptions=True,
@@ -180,7 +188,7 @@ class SGLangEngine:
         for member, result in zip(taking, found, strict=True):
             if isinstance(result, float):
                 pauses.append(result)
-                if not member.up:
+                if member.state == "waiting":
                     self._fleet.join(member)
             elif isinstance(result, EngineLost) and weights.broadcast is None:
                 self._fleet.lost(member)
@@ -196,8 +204,6 @@ class SGLangEngine:
         if weights is None:
             return True
         if weights.broadcast is not None:
-            if not any(other.up for other in self._fleet.members.values()):
-                self.wants_weights.set()
             return False
         await self._give(member, await self._readable(weights))
         return True

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from miles.errors import ConfigError, EngineLost, MilesError
-from miles.http import Unreachable
+from miles.errors import ConfigError, EngineLost
 from miles.rollout.engines.sglang.client import SGLangClient
 from miles.rollout.engines.sglang.config import SGLangConfig
 from miles.rollout.engines.sglang.facts import ServerFacts
@@ -29,7 +28,8 @@ class Member:
 
     name: str
     url: str = ""
-    launched: bool = False
+    number: int = -1
+    """Which of the launched ones; -1: it was found running."""
     process: ServerProcess | None = None
     client: SGLangClient | None = None
     state: Literal["down", "waiting", "up", "gone"] = "down"
@@ -40,6 +40,10 @@ class Member:
     @property
     def up(self) -> bool:
         return self.state == "up"
+
+    @property
+    def launched(self) -> bool:
+        return self.number >= 0
 
     @property
     def down(self) -> bool:
@@ -74,13 +78,15 @@ class Fleet:
         self._python, self._arguments = python, list(arguments)
         self.members = {url: Member(url, url) for url in config.urls}
         if not config.urls:
-            names = [f"sglang-{number}" for number in range(config.servers)]
-            self.members = {name: Member(name, launched=True) for name in names}
+            numbers = range(config.servers)
+            self.members = {f"sglang-{number}": Member(f"sglang-{number}", number=number) for number in numbers}
         self.placement = Placement(idle_s=config.idle_s, sticky=config.affinity)
         self.loading = asyncio.Lock()
         self.epoch = 0
         """Changes whenever other servers than before are there."""
         self.counts: Counter[str] = Counter()
+        self.starved = asyncio.Event()
+        """Set while servers run and none of them has weights that it may serve."""
         self._news = asyncio.Event()
 
     async def start(self) -> None:
@@ -103,13 +109,13 @@ class Fleet:
             raise ConfigError(f"{url} is one of the servers already")
         member = Member(url, url)
         await self._bring_up(member)
-        async with self.loading:
-            self.members[url] = member
-            self.epoch += 1
-            if await self._prepare(member):
-                self.join(member)
-            else:
-                member.state = "waiting"
+        self.members[url] = member
+        try:
+            await self._let_in(member)
+        except BaseException:
+            del self.members[url]
+            await self._end([member])
+            raise
         member.keeper = asyncio.create_task(self._keep(member))
 
     async def remove(self, name: str) -> None:
@@ -126,6 +132,7 @@ class Fleet:
     def join(self, member: Member) -> None:
         """From now on the member gets requests."""
         member.state = "up"
+        self.starved.clear()
         self.placement.add(member.name, member.facts.cache_tokens, member.facts.copies)
         self._news.set()
 
@@ -137,7 +144,18 @@ class Fleet:
             self.epoch += 1
             self.counts["servers_lost"] += 1
             self.placement.remove(member.name)
+            self._look_for_starvation()
             log.warning("%s is lost (%s)", member.name, member.url)
+
+    async def lost_unless_serving(self, member: Member, client: SGLangClient | None) -> None:
+        """After trouble with `client`: give the member up, unless it is well, or has another server by now."""
+        if member.client is client and not await self.serves(member) and member.client is client:
+            self.lost(member)
+
+    def _look_for_starvation(self) -> None:
+        states = {member.state for member in self.members.values()}
+        if "up" not in states and "waiting" in states:
+            self.starved.set()
 
     async def serves(self, member: Member) -> bool:
         """Whether a member answers with the weights that it was given."""
@@ -145,9 +163,9 @@ class Fleet:
             return False
         return await member.client.serves()
 
-    async def anyone(self) -> None:
-        """Wait until a server takes requests; EngineLost when none will."""
-        while not any(member.up for member in self.members.values()):
+    async def anyone(self, *, waiting: bool = False) -> None:
+        """Wait until a server takes requests (or is `waiting` for weights); EngineLost when none will."""
+        while not any(member.up or (waiting and member.state == "waiting") for member in self.members.values()):
             if all(member.state == "gone" for member in self.members.values()):
                 raise EngineLost(self._obituary)
             self._news.clear()
@@ -177,12 +195,11 @@ class Fleet:
     async def _bring_up(self, member: Member) -> None:
         """Start a member's server, or wait for it, and learn what it can."""
         if member.launched:
-            number = list(self.members).index(member.name)
             member.process = ServerProcess(
                 self._python,
                 self._arguments,
                 self.log_dir / f"{member.name}.log",
-                environment={**self.config.environment, **self._devices(number)},
+                environment={**self.config.environment, **self._devices(member.number)},
             )
             await member.process.start(self.config.start_s)
             member.url = member.process.url
@@ -210,15 +227,19 @@ class Fleet:
         while member.state != "gone":
             if not member.down:
                 await asyncio.sleep(self.config.probe_s)
+                client = member.client
                 misses = 0 if await self.serves(member) else misses + 1
                 ended = member.process is not None and member.process.ended
-                if not member.down and (ended or misses >= _MISSES):
+                if not member.down and member.client is client and (ended or misses >= _MISSES):
                     self.lost(member)
                 continue
             misses = 0
             if member.deaths > self.config.restarts:
                 log.error("%s failed %d times; the run goes on without it", member.name, member.deaths)
                 member.state = "gone"
+                if member.process is not None:
+                    await member.process.stop()
+                self._look_for_starvation()
                 if all(other.state == "gone" for other in self.members.values()):
                     self.placement.give_up(self._obituary)
                 self._news.set()
@@ -226,7 +247,7 @@ class Fleet:
             await asyncio.sleep(_BACK_OFF_S[min(member.deaths, len(_BACK_OFF_S)) - 1])
             try:
                 await self._bring_back(member)
-            except (MilesError, OSError, Unreachable) as error:
+            except Exception as error:  # noqa: BLE001  whatever it is, the server is tried again
                 member.deaths += 1
                 log.warning("%s did not come back: %s", member.name, error)
 
@@ -238,10 +259,15 @@ class Fleet:
         if member.process is not None:
             await member.process.stop()
         await self._bring_up(member)
-        self.epoch += 1
+        await self._let_in(member)
+        self.counts["servers_back"] += 1
+
+    async def _let_in(self, member: Member) -> None:
         async with self.loading:
+            self.epoch += 1
             if await self._prepare(member):
                 self.join(member)
-            else:
-                member.state = "waiting"
-        self.counts["servers_back"] += 1
+                return
+            member.state = "waiting"
+            self._look_for_starvation()
+            self._news.set()

@@ -20,6 +20,8 @@ class Gate:
 
     def __init__(self) -> None:
         self.version: WeightVersion = 0
+        self.enders: list[Callable[[Iterable[str]], Awaitable[None]]] = []
+        """How to abort requests: one for each server behind the gate."""
         self._closers = 0
         self._open, self._empty = asyncio.Event(), asyncio.Event()
         self._open.set()
@@ -53,24 +55,25 @@ class Gate:
         return rid in self._ended
 
     @contextlib.asynccontextmanager
-    async def closed(self, end: Callable[[Iterable[str]], Awaitable[None]], limit_s: float) -> AsyncIterator[None]:
-        """Nothing is inside during the block. `end` aborts requests; EngineLost when they are not out in `limit_s`."""
+    async def closed(self, limit_s: float) -> AsyncIterator[None]:
+        """Nothing is inside during the block. EngineLost when aborted requests are not out in `limit_s`."""
         self._closers += 1
         self._open.clear()
         try:
-            await self._emptied(end, limit_s)
+            await self._emptied(limit_s)
             yield
         finally:
             self._closers -= 1
             if not self._closers:
                 self._open.set()
 
-    async def _emptied(self, end: Callable[[Iterable[str]], Awaitable[None]], limit_s: float) -> None:
+    async def _emptied(self, limit_s: float) -> None:
         try:
             async with asyncio.timeout(limit_s):
                 while self._inside:
                     self._ended |= self._inside
-                    await end(tuple(self._inside))
+                    inside = tuple(self._inside)
+                    await asyncio.gather(*(end(inside) for end in self.enders))
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(self._empty.wait(), _AGAIN_S)
         except TimeoutError as error:

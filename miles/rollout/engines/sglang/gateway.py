@@ -41,6 +41,8 @@ PASSING = (
     "/abort_request",
     "/flush_cache",
 )
+_Begun = tuple[contextlib.AsyncExitStack, int, dict[str, str], AsyncIterator[bytes]]
+_DYING_S = 0.2
 _SESSION = ("x-miles-session", "x-smg-routing-key")
 _NOT_PASSED = {"host", "connection", "keep-alive", "content-length", "transfer-encoding", "date", "server", *_SESSION}
 
@@ -74,14 +76,29 @@ class Gateway:
         await self._http.close()
 
     async def _generate(self, request: Request) -> Response:
-        """To the session's server; another one's while nothing of an answer was sent."""
+        """To the session's server; another one's while nothing of an answer was sent. A client that goes is let go."""
         body = await request.body()
+        work = asyncio.ensure_future(self._begun(request, body))
+        gone = asyncio.ensure_future(_gone(request))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                return Response(status_code=499)
+            stack, status, told, pieces = await work
+            return StreamingResponse(self._through(stack, pieces), status_code=status, headers=_passed(told))
+        finally:
+            gone.cancel()
+            if not work.done():
+                work.cancel()
+                await asyncio.gather(work, return_exceptions=True)
+
+    async def _begun(self, request: Request, body: bytes) -> _Begun:
+        """An answer whose first byte is there, and what to close after its last."""
         named = next((request.headers[name] for name in _SESSION if name in request.headers), None)
         session = named or secrets.token_hex(8)
         self.counts["requests"] += 1
         for _ in range(len(self.fleet.members) + 1):
-            stack = contextlib.AsyncExitStack()
-            try:
+            async with contextlib.AsyncExitStack() as stack:
                 if named is None:
                     stack.callback(self.fleet.placement.release, session)
                 tokens = _tokens(body, self._config.reserve)
@@ -89,29 +106,23 @@ class Gateway:
                     self.fleet.placement.seat(session, tokens, limit_s=self._config.start_s)
                 )
                 member = self.fleet.members[seat.server]
-                headers = _passed(request.headers)
-                if seat.copy or member.facts.copies > 1:
+                client, headers = member.client, _passed(request.headers)
+                if member.client is None or not member.up:
+                    continue
+                if member.facts.copies > 1:  # the one thing that is added: which copy has the session's cache
                     headers["x-data-parallel-rank"] = str(seat.copy)
-                status, told, pieces = await stack.enter_async_context(
-                    self._http.forward("POST", member.url + _path(request), body, headers)
-                )
-            except Unreachable:
-                await stack.aclose()
-                self.counts["moved"] += 1
-                await self._look(seat.server)
-                continue
-            except BaseException:
-                await stack.aclose()
-                raise
-            return StreamingResponse(self._through(stack, pieces), status_code=status, headers=_passed(told))
+                    body = _steered(body, seat.copy) if request.url.path == "/generate" else body
+                try:
+                    status, told, pieces = await stack.enter_async_context(
+                        self._http.forward("POST", member.url + _path(request), body, headers)
+                    )
+                except Unreachable:
+                    self.counts["moved"] += 1
+                    await asyncio.sleep(_DYING_S)
+                    await self.fleet.lost_unless_serving(member, client)
+                    continue
+                return stack.pop_all(), status, told, pieces
         raise EngineLost("no server answered; send the request again")
-
-    async def _look(self, name: str) -> None:
-        """Whether a server that broke off is still there."""
-        await asyncio.sleep(0.2)
-        member = self.fleet.members.get(name)
-        if member is not None and not await self.fleet.serves(member):
-            self.fleet.lost(member)
 
     async def _through(self, stack: contextlib.AsyncExitStack, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         async with stack:
@@ -119,24 +130,31 @@ class Gateway:
                 yield piece
 
     async def _everywhere(self, request: Request) -> Response:
-        """An update, to all servers at once; 502 with every answer when one refused."""
+        """An update, to all servers at once; 502 with every answer when one refused.
+
+        A server that waits for weights hears of whole updates only. One that did not answer is given up: it is told
+        what the others took when it comes back.
+        """
         path, body = _path(request), await request.body()
         async with self.fleet.loading:
-            members = self.fleet.taking()
+            members = [member for member in self.fleet.taking() if member.up or path in WHOLE]
+            clients = [member.client for member in members]
             bodies = _group_places(members, body) if path == "/init_weights_update_group" else [body] * len(members)
             asked = (self._ask(member, path, part) for member, part in zip(members, bodies, strict=True))
             replies = await asyncio.gather(*asked)
-            answers = zip(members, replies, strict=True)
-            refused = {
-                m.name: [status, told.decode(errors="replace")] for m, (status, told) in answers if status != 200
-            }
-            if refused or not replies:
-                return JSONResponse({"success": False, "servers": refused or "none is there"}, status_code=502)
-            self._remember(path, body)
-            for member in members:
-                if path in (*WHOLE, *PARTS) and not member.up:
+            taken = [reply for reply in replies if reply[0] == 200]
+            if taken:
+                self._remember(path, body)
+            refused: dict[str, Any] = {}
+            for member, client, (status, told) in zip(members, clients, replies, strict=True):
+                if status != 200:
+                    refused[member.name] = [status, told.decode(errors="replace")]
+                    await self.fleet.lost_unless_serving(member, client)
+                elif path in WHOLE and member.state == "waiting":
                     self.fleet.join(member)
-        return Response(replies[0][1], media_type="application/json")
+        if refused or not taken:
+            return JSONResponse({"success": False, "servers": refused or "none is there"}, status_code=502)
+        return Response(taken[0][1], media_type="application/json")
 
     def _remember(self, path: str, body: bytes) -> None:
         """What a server that comes back must be told."""
@@ -176,7 +194,7 @@ class Gateway:
                     data = b"".join([piece async for piece in pieces])
                     return Response(data, status_code=status, headers=_passed(told))
             except Unreachable:
-                await self._look(member.name)
+                await self.fleet.lost_unless_serving(member, member.client)
         raise EngineLost("no server is up; see GET /workers")
 
     async def _workers(self, request: Request) -> Response:
@@ -232,6 +250,19 @@ def _path(request: Request) -> str:
 
 def _passed(headers: Any) -> dict[str, str]:
     return {name: value for name, value in headers.items() if name.lower() not in _NOT_PASSED}
+
+
+async def _gone(request: Request) -> None:
+    """Return when the client has disconnected; its body must have been read before."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _steered(body: bytes, copy: int) -> bytes:
+    """`/generate` takes the copy of the model from its body alone."""
+    with contextlib.suppress(ValueError, TypeError):
+        return json.dumps({"routed_dp_rank": copy, **json.loads(body)}).encode()
+    return body
 
 
 def _tokens(body: bytes, reserve: float) -> int:

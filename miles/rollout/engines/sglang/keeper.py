@@ -89,6 +89,11 @@ async def keep(name: str, model: Path, config: SGLangConfig, *, host: str, port:
                 await coming
                 async with _served(gateway, host, port) as url:
                     _write(name, {**state, "url": url})
+                    if host not in ("127.0.0.1", "localhost", "::1"):
+                        print(
+                            f"whoever reaches {host} can use and change these servers: nobody asks for a key",
+                            flush=True,
+                        )
                     print(f"{len(gateway.fleet.members)} servers of {model} at {url}", flush=True)
                     await stopped.wait()
             ending.cancel()

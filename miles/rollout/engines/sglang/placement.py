@@ -76,6 +76,7 @@ class Placement:
     def add(self, server: str, tokens: int, copies: int = 1) -> None:
         """A server takes requests from now on; `tokens` is what each of its copies of the model can keep."""
         self.remove(server)
+        self._hopeless = ""
         self._seats += [Seat(server, copy, tokens) for copy in range(copies)]
         self._admit()
 

@@ -195,7 +195,8 @@ class ServerProcess:
                     os.killpg(process.pid, signal.SIGKILL)
                 await _until(lambda: not _group_lives(process), _END_S)
             for path in self._shared:
-                path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    path.unlink()
             forget_shared_memory()
         if self._scratch is not None:
             await asyncio.to_thread(shutil.rmtree, self._scratch, ignore_errors=True)
@@ -238,7 +239,12 @@ def _mapped(group: int | None = None) -> set[Path]:
 
 def forget_shared_memory(folder: Path = Path("/dev/shm"), *, older_s: float = 60.0) -> None:
     """Remove what killed servers left there: files of theirs that no process maps any more."""
-    now = time.time()
-    old = {path for path in folder.glob(f"{_SHARED}*.shm") if now - path.stat().st_mtime > older_s}
+    old: set[Path] = set()
+    for path in folder.glob(f"{_SHARED}*.shm"):
+        with contextlib.suppress(OSError):
+            facts = path.stat()
+            if facts.st_uid == os.getuid() and time.time() - facts.st_mtime > older_s:
+                old.add(path)
     for path in old - _mapped() if old else ():
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.unlink()

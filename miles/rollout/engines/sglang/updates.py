@@ -5,6 +5,7 @@ shared memory from a process that is no relative end every version. So nothing i
 be safe, and tensors go by value.
 """
 
+import asyncio
 import base64
 import pickle
 import secrets
@@ -30,6 +31,7 @@ class WeightUpdates:
         self._http, self._facts = http, facts
         self._group = ""
         self._adapters: list[str] = []  # loaded ones, the newest last
+        self._unloading: set[asyncio.Task[None]] = set()
         self._life = secrets.token_hex(4)  # names of adapters that an earlier client left may not be taken again
 
     @property
@@ -38,6 +40,11 @@ class WeightUpdates:
 
     async def load(self, weights: Weights, pause: AbstractAsyncContextManager[None], *, flush: bool) -> None:
         """Have the server load; `pause` is held around what must not sample. Raises EngineError when it refuses."""
+        if self._facts.copies > 1 and (weights.broadcast or weights.tensors or weights.adapter):
+            raise EngineError(
+                "a server with several data-parallel copies takes whole weights from a directory only: "
+                "publish.kind=safetensors or delta without an adapter, or more servers instead of engine.sglang.dp"
+            )
         if weights.broadcast is not None:
             await self._receive(weights.broadcast, weights.version, pause, flush)
         elif weights.tensors is not None:
@@ -109,13 +116,21 @@ class WeightUpdates:
         async with pause:
             self._adapters.append(loaded)
         await self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
-        for old in self._adapters[:-2]:
-            await self._http.post("/unload_lora_adapter", {"lora_name": old})
-        self._adapters = self._adapters[-2:]
+        old, self._adapters = self._adapters[:-2], self._adapters[-2:]
+        for gone in old:  # the server waits for its last request: not the run's time
+            task = asyncio.create_task(self._unload(gone))
+            self._unloading.add(task)
+            task.add_done_callback(self._unloading.discard)
+
+    async def _unload(self, name: str) -> None:
+        with suppress(Unreachable):
+            await self._http.post("/unload_lora_adapter", {"lora_name": name})
 
     async def close(self) -> None:
         """Unload what was loaded beside the model."""
         adapters, self._adapters = self._adapters, []
+        for task in tuple(self._unloading):
+            task.cancel()
         with suppress(Unreachable):
             for name in adapters:
                 await self._http.post("/unload_lora_adapter", {"lora_name": name}, limit_s=5.0)

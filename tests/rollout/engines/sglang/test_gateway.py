@@ -17,6 +17,7 @@ from miles.rollout.engines.sglang.sampling import Sampling
 from miles.types import GenerateRequest, Weights
 from tests.emulators.sglang import Emulator, emulated
 
+pytestmark = pytest.mark.slow
 BODY = {"rid": "r", "input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 4, "temperature": 1.0}}
 
 
@@ -115,6 +116,26 @@ async def test_a_client_of_one_server_works_through_the_gateway(model, tmp_path)
         await client.sample(sampling, headers={"x-miles-session": "s"})
         assert sampling.generated().versions == (8, 8, 8)
         await client.close()
+
+
+async def test_a_client_that_goes_is_let_go(model, tmp_path):
+    async with emulated(model, delay_s=0.05) as server, gateway_of(tmp_path, server) as (gateway, http):
+        body = BODY | {"sampling_params": {"max_new_tokens": 500, "temperature": 1.0}}
+        with pytest.raises(httpx.ReadTimeout):
+            await http.post("/generate", json=body, timeout=0.5)
+        (seat,) = gateway.fleet.placement.seats()
+        async with asyncio.timeout(5):
+            while seat.requests:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+
+
+async def test_a_copy_that_has_the_sessions_cache_is_named_to_the_server(model, tmp_path):
+    async with emulated(model, copies=2) as server, gateway_of(tmp_path, server) as (_, http):
+        for n in range(12):
+            await http.post("/generate", json=BODY, headers={"x-miles-session": f"s{n % 6}"})
+        copies = [asked["routed_dp_rank"] for asked in server.asked]
+        assert set(copies) == {0, 1}
+        assert copies[:6] == copies[6:]
 
 
 async def test_workers_come_drain_and_go(model, tmp_path):
