@@ -10,8 +10,10 @@ import httpx
 import pytest
 import uvicorn
 
+from miles.errors import EngineError
 from miles.rollout.engines.sglang.client import SGLangClient
 from miles.rollout.engines.sglang.config import SGLangConfig
+from miles.rollout.engines.sglang.engine import SGLangEngine
 from miles.rollout.engines.sglang.gateway import Gateway
 from miles.rollout.engines.sglang.sampling import Sampling
 from miles.types import GenerateRequest, Weights
@@ -116,6 +118,28 @@ async def test_a_client_of_one_server_works_through_the_gateway(model, tmp_path)
         await client.sample(sampling, headers={"x-miles-session": "s"})
         assert sampling.generated().versions == (8, 8, 8)
         await client.close()
+
+
+async def test_an_engine_behind_a_router_updates_the_servers_and_generates_through_it(model, tmp_path):
+    async with emulated(model, delay_s=0.01) as one, emulated(model, delay_s=0.01) as two:  # noqa: SIM117
+        async with gateway_of(tmp_path, one, two) as (_, http):
+            settings = {"urls": (one.url, two.url), "router": str(http.base_url), "probe_s": 0.1, "start_s": 5.0}
+            engine = SGLangEngine(tmp_path, tmp_path, SGLangConfig(**settings))
+            await engine.start()
+            await engine.load(Weights(version=1, directory=model))
+            asked = [GenerateRequest(id=f"r{n}", session=f"s{n}", prompt_ids=[5, 6], max_tokens=30) for n in range(8)]
+            tasks = [asyncio.create_task(engine.generate(request)) for request in asked]
+            while one.in_flight + two.in_flight < 8:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            await engine.load(Weights(version=2, directory=model))
+            done = await asyncio.gather(*tasks)
+            assert all(len(found.output_ids) == 30 for found in done)
+            assert {version for found in done for version in found.versions} == {1, 2}
+            assert one.asked
+            assert two.asked
+            with pytest.raises(EngineError, match=r"leave engine\.sglang\.router empty"):
+                await engine.load(Weights(version=3, directory=model, adapter="policy"))
+            await engine.close()
 
 
 async def test_a_client_that_goes_is_let_go(model, tmp_path):
