@@ -1,6 +1,7 @@
 """The driver. Reads like the algorithm: take groups, step, publish, tell, now and then evaluate and save."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Iterator, Mapping
 from itertools import islice
@@ -37,6 +38,8 @@ from miles.types import Evaluator, Group, GroupSource, Reporter
 __all__ = ["Driver", "TrainConfig", "WarmStartConfig"]
 
 
+log = logging.getLogger(__name__)
+_ANOTHER_MODEL = 1.0  # mean difference of logprobs that no rounding makes
 _WITNESSES = 16  # rows that still compare logprobs in a step that has nothing to train
 
 
@@ -107,6 +110,7 @@ class Driver:
     ) -> None:
         self.step, self.warmed = step, warmed
         self.stop = asyncio.Event()
+        self._doubted = False
         self._trainer, self._source, self._publisher, self._evaluator = trainer, source, publisher, evaluator
         self._folder, self._reporter, self.config = folder, reporter, config
         self._groups_per_step, self._temperature, self._eval_every = groups_per_step, temperature, eval_every
@@ -131,6 +135,7 @@ class Driver:
         while self.step < self.config.steps and (groups := await self._take()) is not None:
             wait_s = time.monotonic() - idle_since
             metrics = await self._train_on(groups)
+            self._doubt(metrics)
             step_s = time.monotonic() - idle_since
             idle_since += step_s
             metrics |= {"wait_s": wait_s, "step_s": step_s, "trainer_idle": wait_s / step_s}
@@ -201,6 +206,17 @@ class Driver:
             published = await self._publish()
         timings = {"train_s": train_s, "score_s": enriched - began, **published}
         return {**batch.metrics, **trained, **self._source.counters(), **timings}
+
+    def _doubt(self, metrics: Mapping[str, float]) -> None:
+        """Say once that the engine serves another model than the one that is trained: rounding differs by far less."""
+        apart = metrics.get("logprob_diff/mean", 0.0)
+        if apart > _ANOTHER_MODEL and not self._doubted:
+            self._doubted = True
+            log.warning(
+                "the engine's logprobs are %.1f away from the trainer's on average: it serves other weights than those "
+                "that it was given, or another model (docs/engines.md, known traps)",
+                apart,
+            )
 
     async def _step_policy(self, part: Part, *, version: int) -> dict[str, float]:
         """One optimizer step. Rows without advantage are not computed where nothing else would train them."""

@@ -159,6 +159,13 @@ async def test_a_probe_says_what_routing_replay_changes(moe_models, tmp_path):
     assert 0 < step["routing/kl_replay"] < step["routing/kl_own"]
 
 
+async def test_an_engine_that_serves_another_model_is_doubted_once(drive, caplog):
+    driver, *_ = drive(Source())  # its logprobs are made up
+    await driver.train()
+    doubts = [record for record in caplog.records if "serves other weights" in record.message]
+    assert len(doubts) == 1
+
+
 async def test_only_the_newest_snapshot_is_kept(drive):
     driver, sink, *_ = drive(Source())
     await driver.train()
