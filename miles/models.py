@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +41,19 @@ class CheckpointWriter:
     """Writes tensors, by their names in checkpoint files, into a live model."""
 
     def __init__(self, model: Any) -> None:
+        self._model = model
         self._own: dict[str, torch.Tensor] = model.state_dict()
-        self._places: dict[str, tuple[str, torch.Tensor]] = {}
+
+    @cached_property
+    def _places(self) -> dict[str, tuple[str, torch.Tensor]]:
+        """Where parts of larger tensors lie; found when the first one comes: most models have none."""
+        places: dict[str, tuple[str, torch.Tensor]] = {}
         for name, tensor in self._own.items():
-            if set(checkpoint_tensors(model, {name: tensor.to("meta")})) != {name}:
+            if set(checkpoint_tensors(self._model, {name: tensor.to("meta")})) != {name}:
                 numbers = torch.arange(tensor.numel()).view(tensor.shape)
-                parts = checkpoint_tensors(model, {name: numbers})
-                self._places |= {part: (name, at.flatten()) for part, at in parts.items()}
+                parts = checkpoint_tensors(self._model, {name: numbers})
+                places |= {part: (name, at.flatten()) for part, at in parts.items()}
+        return places
 
     def knows(self, name: str) -> bool:
         return name in self._own or name in self._places

@@ -10,21 +10,19 @@ import contextlib
 import hmac
 import json
 import logging
-import socket
 import time
 import zlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from miles.errors import ConfigError, MilesError, SessionError
+from miles.errors import MilesError, SessionError
 from miles.rollout.engines.base import Engine
 from miles.rollout.rendering.rendering import Rendering
 from miles.rollout.session.config import SessionConfig
@@ -34,19 +32,13 @@ from miles.rollout.session.dialects.messages import MessagesDialect
 from miles.rollout.session.dialects.openapi import OPENAPI
 from miles.rollout.session.dialects.responses import ResponsesDialect
 from miles.rollout.session.session import ChatRequest, Completion, Flight, Model, Session
+from miles.rollout.web import served
 from miles.types import Limits
 
 __all__ = ["SessionConfig", "SessionServer"]
 
 log = logging.getLogger(__name__)
 CHAT, RESPONSES, MESSAGES = ChatDialect(), ResponsesDialect(), MessagesDialect()
-
-
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self):  # type: ignore[no-untyped-def]
-        """Signals belong to the run, not to its web server."""
-        yield
 
 
 class SessionServer:
@@ -68,8 +60,7 @@ class SessionServer:
         self._by_key: dict[str, Session] = {}
         self._ended: dict[str, float] = {}
         self._next_sweep = 0.0
-        self._server: _Server | None = None
-        self._serving: asyncio.Task[None] | None = None
+        self._serving = contextlib.AsyncExitStack()
         self.url = ""
         self.app = Starlette(
             routes=self._routes(),
@@ -97,41 +88,21 @@ class SessionServer:
         return routes
 
     async def __aenter__(self) -> "SessionServer":
-        # The protocol must be named: asyncio sets TCP_NODELAY only then, and without it a reply waits 40 ms.
-        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            sock.bind((self.config.host, self.config.port))
-        except OSError as error:
-            sock.close()
-            raise ConfigError(
-                f"cannot listen on {self.config.host}:{self.config.port} ({error.strerror}): "
-                "another process has this port; set session.port=0 for a free one"
-            ) from error
-        self.url = f"http://{self.config.host}:{sock.getsockname()[1]}"
-        settings = uvicorn.Config(
-            self.app,
-            log_level="warning",
-            access_log=False,
-            lifespan="off",
-            backlog=4096,
-            timeout_keep_alive=int(self.config.ttl_s) + 1,  # agents' tools take minutes; their connections stay
+        self.url = await self._serving.enter_async_context(
+            served(
+                self.app,
+                self.config.host,
+                self.config.port,
+                mend="set session.port=0 for a free one",
+                timeout_keep_alive=int(self.config.ttl_s) + 1,  # agents' tools take minutes; their connections stay
+            )
         )
-        self._server = _Server(settings)
-        self._serving = asyncio.create_task(self._server.serve(sockets=[sock]))
-        while not self._server.started:
-            if self._serving.done():
-                await self._serving
-            await asyncio.sleep(0.005)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         for session in list(self._sessions.values()):
             await self.end(session)
-        if self._server is not None and self._serving is not None:
-            self._server.should_exit = True
-            self._server.force_exit = True
-            await self._serving
+        await self._serving.aclose()
 
     def open(
         self, limits: Limits | None = None, *, canonicalisers: Sequence[str] = (), ttl_s: float | None = None

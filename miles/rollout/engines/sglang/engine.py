@@ -5,7 +5,6 @@ anew, given the present weights, and only then given requests.
 """
 
 import asyncio
-import contextlib
 import logging
 import shutil
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from miles.processes import scratch_folder
 from miles.rollout.engines.base import OnTokens
 from miles.rollout.engines.sglang.client import SGLangClient
 from miles.rollout.engines.sglang.config import SGLangConfig
-from miles.rollout.engines.sglang.fleet import Fleet, Member
+from miles.rollout.engines.sglang.fleet import Fleet, Member, first_ranks
 from miles.rollout.engines.sglang.gate import Gate
 from miles.rollout.engines.sglang.install import default_python
 from miles.rollout.engines.sglang.process import has_gpu, server_arguments
@@ -28,7 +27,7 @@ from miles.types import Generated, GenerateRequest, Weights, WeightVersion
 __all__ = ["SGLangEngine"]
 
 log = logging.getLogger(__name__)
-_DYING_S = 0.2  # a server whose connections break off may answer for a moment more
+_AGAIN_S = 0.2  # before a router is asked again
 
 
 class SGLangEngine:
@@ -139,10 +138,10 @@ class SGLangEngine:
             try:
                 await self._router.sample(sampling, headers={"x-smg-routing-key": session})
             except EngineLost:
-                await asyncio.sleep(_DYING_S)
+                await asyncio.sleep(_AGAIN_S)
                 raise
             return
-        tokens = len(sampling.prompt) + int(self.config.reserve * sampling.left)
+        tokens = sampling.length + int(self.config.reserve * sampling.left)
         limit_s = self.config.start_s + self.config.timeout_s  # a server that is being replaced is waited for
         async with self._fleet.placement.seat(session, tokens, limit_s=limit_s) as seat:
             member = self._fleet.members[seat.server]
@@ -151,9 +150,8 @@ class SGLangEngine:
                 raise EngineLost(f"{member.name} has just ended")
             try:
                 await client.sample(sampling, copy=seat.copy)
-            except EngineLost:  # dead, started anew by somebody, or only too busy
-                await asyncio.sleep(_DYING_S)
-                await self._fleet.lost_unless_serving(member, client)
+            except EngineLost:
+                await self._fleet.trouble(member, client)
                 raise
 
     def release(self, session: str) -> None:
@@ -239,7 +237,7 @@ class SGLangEngine:
             found["engine/prefix_hit"] = counts["cached_tokens"] / counts["prompt_tokens"]
         loads = {}
         for seat in fleet.placement.seats():
-            loads[f"engine/load/{seat.server.rpartition('/')[2]}.{seat.copy}"] = (seat.used + seat.held) / seat.tokens
+            loads[f"engine/load/{seat.server.rpartition('/')[2]}.{seat.copy}"] = seat.load
         rare = ("requests_moved", "servers_lost", "servers_back")
         return found | loads | {f"engine/{name}": float(counts[name]) for name in rare if name in counts}
 
@@ -249,16 +247,12 @@ class SGLangEngine:
         if self._router is not None:
             await self._router.close()
         if self._local is not None:
-            with contextlib.suppress(OSError):
-                await asyncio.to_thread(shutil.rmtree, self._local.directory, ignore_errors=True)
+            await asyncio.to_thread(shutil.rmtree, self._local.directory, ignore_errors=True)
 
 
 def _parts(weights: Weights, members: Sequence[Member]) -> list[Weights]:
     """What each server is told: the same, but for its place in a broadcast's group."""
-    if weights.broadcast is None:
+    plan = weights.broadcast
+    if plan is None:
         return [weights] * len(members)
-    parts, offset = [], 1
-    for member in members:
-        parts.append(replace(weights, broadcast=replace(weights.broadcast, offset=offset)))
-        offset += member.facts.ranks
-    return parts
+    return [replace(weights, broadcast=replace(plan, offset=offset)) for offset in first_ranks(members)]

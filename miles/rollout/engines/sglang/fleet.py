@@ -1,6 +1,7 @@
 """Servers that are looked after: launched or found, probed, replaced when they die, given requests when ready."""
 
 import asyncio
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -15,9 +16,10 @@ from miles.rollout.engines.sglang.facts import ServerFacts
 from miles.rollout.engines.sglang.placement import Placement
 from miles.rollout.engines.sglang.process import ServerProcess
 
-__all__ = ["Fleet", "Member"]
+__all__ = ["Fleet", "Member", "first_ranks"]
 
 log = logging.getLogger(__name__)
+_DYING_S = 0.2  # a server whose connections break off may answer for a moment more
 _MISSES = 3  # looks in a row that a server may not answer
 _BACK_OFF_S = (1.0, 5.0, 15.0, 60.0)
 
@@ -54,6 +56,11 @@ class Member:
         """What the server in this place can."""
         assert self.client is not None, f"{self.name} has no server"
         return self.client.facts
+
+
+def first_ranks(members: Sequence[Member], first: int = 1) -> list[int]:
+    """Where each server's own processes begin in a process group that holds all of them, from `first` on."""
+    return list(itertools.accumulate((member.facts.ranks for member in members), initial=first))[:-1]
 
 
 class Fleet:
@@ -151,6 +158,11 @@ class Fleet:
         """After trouble with `client`: give the member up, unless it is well, or has another server by now."""
         if member.client is client and not await self.serves(member) and member.client is client:
             self.lost(member)
+
+    async def trouble(self, member: Member, client: SGLangClient | None) -> None:
+        """A request broke off: the server is dead, started anew by somebody, or only too busy."""
+        await asyncio.sleep(_DYING_S)
+        await self.lost_unless_serving(member, client)
 
     def _look_for_starvation(self) -> None:
         states = {member.state for member in self.members.values()}

@@ -23,7 +23,7 @@ from miles.errors import EngineLost, MilesError
 from miles.http import Http, Unreachable
 from miles.rollout.engines.sglang.client import SGLangClient
 from miles.rollout.engines.sglang.config import SGLangConfig
-from miles.rollout.engines.sglang.fleet import Fleet, Member
+from miles.rollout.engines.sglang.fleet import Fleet, Member, first_ranks
 
 __all__ = ["Gateway"]
 
@@ -42,7 +42,6 @@ PASSING = (
     "/flush_cache",
 )
 _Begun = tuple[contextlib.AsyncExitStack, int, dict[str, str], AsyncIterator[bytes]]
-_DYING_S = 0.2
 _SESSION = ("x-miles-session", "x-smg-routing-key")
 _NOT_PASSED = {"host", "connection", "keep-alive", "content-length", "transfer-encoding", "date", "server", *_SESSION}
 
@@ -118,8 +117,7 @@ class Gateway:
                     )
                 except Unreachable:
                     self.counts["moved"] += 1
-                    await asyncio.sleep(_DYING_S)
-                    await self.fleet.lost_unless_serving(member, client)
+                    await self.fleet.trouble(member, client)
                     continue
                 return stack.pop_all(), status, told, pieces
         raise EngineLost("no server answered; send the request again")
@@ -234,7 +232,7 @@ class Gateway:
         lines.append(f"miles_gateway_waiting {self.fleet.placement.waiting}")
         for seat in self.fleet.placement.seats():
             label = f'{{server="{seat.server}",copy="{seat.copy}"}}'
-            lines.append(f"miles_gateway_load{label} {(seat.used + seat.held) / seat.tokens:.6f}")
+            lines.append(f"miles_gateway_load{label} {seat.load:.6f}")
             lines.append(f"miles_gateway_requests{label} {seat.requests}")
         return PlainTextResponse("\n".join(lines) + "\n")
 
@@ -277,12 +275,9 @@ def _tokens(body: bytes, reserve: float) -> int:
 
 def _group_places(members: list[Member], body: bytes) -> list[bytes]:
     """Each server's own ranks in a process group."""
-    data, bodies = json.loads(body), []
-    offset = int(data.get("rank_offset", 1))
-    for member in members:
-        bodies.append(json.dumps({**data, "rank_offset": offset}).encode())
-        offset += member.facts.ranks
-    return bodies
+    data = json.loads(body)
+    places = first_ranks(members, int(data.get("rank_offset", 1)))
+    return [json.dumps({**data, "rank_offset": place}).encode() for place in places]
 
 
 def _without(updates: list[tuple[str, bytes]], body: bytes) -> list[tuple[str, bytes]]:

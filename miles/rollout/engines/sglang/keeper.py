@@ -9,13 +9,10 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import uvicorn
 
 from miles.errors import ConfigError
 from miles.processes import owner_tag, process_tag
@@ -23,6 +20,7 @@ from miles.rollout.engines.sglang.config import SGLangConfig
 from miles.rollout.engines.sglang.gateway import Gateway
 from miles.rollout.engines.sglang.install import default_python, miles_home
 from miles.rollout.engines.sglang.process import has_gpu, server_arguments
+from miles.rollout.web import served
 
 __all__ = ["alive", "keep", "refuse_taken", "state_file", "states", "stop"]
 
@@ -87,7 +85,7 @@ async def keep(name: str, model: Path, config: SGLangConfig, *, host: str, port:
             await asyncio.wait({coming, ending := asyncio.ensure_future(stopped.wait())}, return_when="FIRST_COMPLETED")
             if not stopped.is_set():
                 await coming
-                async with _served(gateway, host, port) as url:
+                async with served(gateway.app, host, port, mend="choose another --port") as url:
                     _write(name, {**state, "url": url})
                     if host not in ("127.0.0.1", "localhost", "::1"):
                         print(
@@ -129,28 +127,3 @@ def _write(name: str, state: dict[str, Any]) -> None:
     partial = state_file(name).with_suffix(".partial")
     partial.write_text(json.dumps(state))
     partial.replace(state_file(name))
-
-
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self):  # type: ignore[no-untyped-def]
-        """Signals are the keeper's."""
-        yield
-
-
-@contextlib.asynccontextmanager
-async def _served(gateway: Gateway, host: str, port: int):  # type: ignore[no-untyped-def]
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            sock.bind((host, port))
-        except OSError as error:
-            raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror}); choose another --port") from error
-        settings = uvicorn.Config(gateway.app, log_level="warning", access_log=False, lifespan="off", backlog=4096)
-        server = _Server(settings)
-        serving = asyncio.create_task(server.serve(sockets=[sock]))
-        try:
-            yield f"http://{host}:{sock.getsockname()[1]}"
-        finally:
-            server.should_exit = server.force_exit = True
-            await serving

@@ -35,6 +35,11 @@ class Seat:
     _idle: dict[str, tuple[int, float]] = field(default_factory=dict)
     """Session -> (tokens of its conversation, when it was last seen), the longest idle first."""
 
+    @property
+    def load(self) -> float:
+        """Share of the room that is used or held."""
+        return (self.used + self.held) / self.tokens
+
     def hold(self, session: str, tokens: int, now: float) -> None:
         """Keep a session's room until its next request."""
         self.let_go(session)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from miles.errors import ConfigError, EngineLost
 from miles.http import Http, Unreachable
-from miles.processes import process_tag, scratch_folder
+from miles.processes import scratch_folder
 from miles.rollout.engines.sglang.config import SGLangConfig
 
 __all__ = ["STAND_INS", "ServerProcess", "has_gpu", "server_arguments"]
@@ -118,14 +118,6 @@ class ServerProcess:
     def pid(self) -> int | None:
         """The server's process, which is also its group."""
         return self._process.pid if self._process else None
-
-    @property
-    def tag(self) -> str | None:
-        """Names the process for good; None when it has ended."""
-        try:
-            return process_tag(self._process.pid) if self._process and self._process.poll() is None else None
-        except (FileNotFoundError, ProcessLookupError):
-            return None
 
     @property
     def ended(self) -> bool:

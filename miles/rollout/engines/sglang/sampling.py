@@ -51,6 +51,11 @@ class Sampling:
         return [*self.request.prompt_ids, *self._ids]
 
     @property
+    def length(self) -> int:
+        """Tokens of `prompt`."""
+        return len(self.request.prompt_ids) + len(self._ids)
+
+    @property
     def left(self) -> int:
         """New tokens that the next piece may have."""
         return self.request.max_tokens - len(self._ids)
@@ -67,7 +72,7 @@ class Sampling:
 
     def add(self, piece: Piece, *, interrupted: bool = False) -> None:
         """Take a piece. An interrupted one is gone on with, unless it used up what was left."""
-        before = len(self.request.prompt_ids) + len(self._ids)
+        before = self.length
         if self.pieces == 0:
             self._cached = piece.cached_tokens
         if piece.experts is not None and len(piece.experts):

@@ -9,8 +9,8 @@ import asyncio
 import base64
 import pickle
 import secrets
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, suppress
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import Any
 
 from miles.errors import EngineError, EngineLost
@@ -99,8 +99,17 @@ class WeightUpdates:
                 body = {"serialized_named_tensors": [piece] * self._facts.ranks, **_facts_of(version, flush)}
                 await self._post("/update_weights_from_tensor", body)
 
-    def _bracket(self) -> "_Bracket":
-        return _Bracket(self._post if self._facts.brackets else None)
+    @asynccontextmanager
+    async def _bracket(self) -> AsyncIterator[None]:
+        """begin_weight_update … end_weight_update, where the server wants them."""
+        if not self._facts.brackets:
+            yield
+            return
+        await self._post("/begin_weight_update", {"selector": "all"})
+        try:
+            yield
+        finally:
+            await self._post("/end_weight_update", {})
 
     async def _load_adapter(
         self, name: str, path: str, version: WeightVersion, pause: AbstractAsyncContextManager[None]
@@ -142,21 +151,6 @@ class WeightUpdates:
             told = reply.json()
             if isinstance(told, dict) and told.get("success") is False:
                 raise EngineError(f"SGLang refused {path}: {told.get('message') or told.get('error_message')}")
-
-
-class _Bracket:
-    """begin_weight_update … end_weight_update, where the server wants them."""
-
-    def __init__(self, post: Any) -> None:
-        self._post = post
-
-    async def __aenter__(self) -> None:
-        if self._post is not None:
-            await self._post("/begin_weight_update", {"selector": "all"})
-
-    async def __aexit__(self, *exc: object) -> None:
-        if self._post is not None:
-            await self._post("/end_weight_update", {})
 
 
 def _facts_of(version: WeightVersion, flush: bool) -> dict[str, Any]:
