@@ -10,10 +10,14 @@ import uvicorn
 
 from miles.errors import ConfigError
 
-__all__ = ["served"]
+__all__ = ["WebServer", "served"]
 
 
-class _Server(uvicorn.Server):
+class WebServer(uvicorn.Server):
+    """Runs while its app is served at `url`."""
+
+    url = ""
+
     @contextlib.contextmanager
     def capture_signals(self):  # type: ignore[no-untyped-def]
         """Signals belong to the program, not to its web server."""
@@ -21,8 +25,8 @@ class _Server(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def served(app: Any, host: str, port: int, *, mend: str, **settings: Any) -> AsyncIterator[str]:
-    """The app's URL, from when it answers; it is gone after the block. Port 0 is a free one.
+async def served(app: Any, host: str, port: int, *, mend: str, **settings: Any) -> AsyncIterator[WebServer]:
+    """The server of an app, from when it answers; it is gone after the block. Port 0 is a free one.
 
     ConfigError when the port is taken: `mend` says what the user can do. `settings` are uvicorn's.
     """
@@ -37,14 +41,15 @@ async def served(app: Any, host: str, port: int, *, mend: str, **settings: Any) 
             f"cannot listen on {host}:{port} ({error.strerror}): another process has this port; {mend}"
         ) from error
     config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", backlog=4096, **settings)
-    server = _Server(config)
+    server = WebServer(config)
+    server.url = f"http://{host}:{sock.getsockname()[1]}"
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     try:
         while not server.started:
             if serving.done():
                 await serving
             await asyncio.sleep(0.005)
-        yield f"http://{host}:{sock.getsockname()[1]}"
+        yield server
     finally:
         server.should_exit = server.force_exit = True
         await serving

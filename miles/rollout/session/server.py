@@ -88,7 +88,7 @@ class SessionServer:
         return routes
 
     async def __aenter__(self) -> "SessionServer":
-        self.url = await self._serving.enter_async_context(
+        self._server = await self._serving.enter_async_context(
             served(
                 self.app,
                 self.config.host,
@@ -97,6 +97,7 @@ class SessionServer:
                 timeout_keep_alive=int(self.config.ttl_s) + 1,  # agents' tools take minutes; their connections stay
             )
         )
+        self.url = self._server.url
         return self
 
     async def __aexit__(self, *exc: object) -> None:

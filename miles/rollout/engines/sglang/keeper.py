@@ -85,14 +85,14 @@ async def keep(name: str, model: Path, config: SGLangConfig, *, host: str, port:
             await asyncio.wait({coming, ending := asyncio.ensure_future(stopped.wait())}, return_when="FIRST_COMPLETED")
             if not stopped.is_set():
                 await coming
-                async with served(gateway.app, host, port, mend="choose another --port") as url:
-                    _write(name, {**state, "url": url})
+                async with served(gateway.app, host, port, mend="choose another --port") as server:
+                    _write(name, {**state, "url": server.url})
                     if host not in ("127.0.0.1", "localhost", "::1"):
                         print(
                             f"whoever reaches {host} can use and change these servers: nobody asks for a key",
                             flush=True,
                         )
-                    print(f"{len(gateway.fleet.members)} servers of {model} at {url}", flush=True)
+                    print(f"{len(gateway.fleet.members)} servers of {model} at {server.url}", flush=True)
                     await stopped.wait()
             ending.cancel()
         finally:
