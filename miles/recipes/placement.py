@@ -44,7 +44,8 @@ def place(config: RunConfig) -> Placement | None:
     """Trainer ranks first, then the servers on the GPUs that engine.sglang.gpus names, else beside the trainer's.
 
     None where there are no GPUs. ConfigError when they do not fit into the cluster's, when a server would have parts of
-    several nodes, or when trainer and server share a GPU and engine.sglang.memory does not say how.
+    several nodes, or when trainer and server share a GPU and engine.sglang.memory does not say how, or NCCL would have
+    to connect them there.
     """
     cluster, engine = config.cluster, config.engine.sglang
     per_node = cluster.gpus_per_node or gpus_here()
@@ -66,6 +67,12 @@ def place(config: RunConfig) -> Placement | None:
         raise ConfigError(
             "the trainer and a server share a GPU: say with engine.sglang.memory=0.3 how much of it the server takes, "
             "or give the servers GPUs of their own with engine.sglang.gpus"
+        )
+    sends = config.publish.kind == "broadcast" and config.publish.backend == "nccl"
+    if sends and any(placement.trainer[0] in gpus for gpus in placement.engines):
+        raise ConfigError(
+            f"NCCL cannot connect two processes on one GPU, and the trainer's first rank and a server are on GPU "
+            f"{placement.trainer[0]}: give the servers others with engine.sglang.gpus, or set publish.backend=gloo"
         )
     return placement
 

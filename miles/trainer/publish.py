@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import shutil
 import socket
 import time
@@ -19,20 +20,23 @@ from miles.types import BroadcastPlan, Weights, WeightSink, WeightVersion
 
 __all__ = ["PublishConfig", "Publisher"]
 
+log = logging.getLogger(__name__)
+_TRIES = 3  # of a broadcast whose engines come and go
+
 
 class PublishConfig(Config):
     """How weights reach the engines."""
 
     kind: Literal["safetensors", "delta", "broadcast", "inprocess"] = "safetensors"
     """safetensors: a directory in memory (or `directory`). delta: files of what changed (delta-v1), now and then all.
-    broadcast: over a process group (gloo or NCCL) from the trainer's first rank; an engine that dies ends the run.
+    broadcast: over a process group (gloo or NCCL) from the trainer's first rank.
     inprocess: by value, needs trainer.ranks=0. An adapter is always published whole."""
     directory: Path | None = None
     """Where snapshots are written; by default a temporary directory in shared memory."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the published weights."""
     backend: Literal["gloo", "nccl"] = "gloo"
-    """broadcast: gloo for engines on CPUs, nccl for engines on GPUs of their own."""
+    """broadcast: gloo for engines on CPUs or on the trainer's GPU, nccl for engines on GPUs of their own."""
     full_every: int = Field(20, gt=0)
     """delta: versions from one whole directory to the next; sooner when the deltas outgrow a third of one."""
 
@@ -74,23 +78,17 @@ class Publisher:
         began = time.monotonic()
         metrics: dict[str, float] = {}
         if self.config.kind == "broadcast":
-            weights = Weights(version=version, broadcast=await self._broadcast_plan())
-        elif self.config.kind == "inprocess":
-            weights = await self._trainer.tensors(version)
-        elif self.config.kind == "delta" and self._trainer.config.compute.lora is None:
-            weights, metrics = await self._changes(version)
+            weights, pause_s = await self._broadcast(version)
         else:
-            directory = self._root / f"v{version:06d}"
-            weights = await self._trainer.weights(version, directory, dtype=self.config.dtype)
-            metrics["publish_bytes"] = float(_size(directory))
-        try:
-            pause_s = await self._hand_over(weights)
-        except EngineLost:
-            if weights.broadcast is None:
-                raise
-            self._plan = None  # servers came or went: once more, with those that are there now
-            weights = Weights(version=version, broadcast=await self._broadcast_plan())
-            pause_s = await self._hand_over(weights)
+            if self.config.kind == "inprocess":
+                weights = await self._trainer.tensors(version)
+            elif self.config.kind == "delta" and self._trainer.config.compute.lora is None:
+                weights, metrics = await self._changes(version)
+            else:
+                directory = self._root / f"v{version:06d}"
+                weights = await self._trainer.weights(version, directory, dtype=self.config.dtype)
+                metrics["publish_bytes"] = float(_size(directory))
+            pause_s = await self._sink.load(weights)
         self._last = version
         self._forget(weights)
         seconds = time.monotonic() - began
@@ -108,17 +106,35 @@ class Publisher:
             self._plan = await self._trainer.plan(f"miles-weights-{port}", port, receivers=members[0], **settings)
         return self._plan
 
-    async def _hand_over(self, weights: Weights) -> float:
-        """Have the sink load, and send at the same time where it receives; seconds that sampling stood still."""
-        if weights.broadcast is None:
-            return await self._sink.load(weights)
-        # Both halves are waited for: a trainer that is left in the middle of sending could not save its work.
-        halves = self._sink.load(weights), self._trainer.broadcast(weights.broadcast)
-        pause_s, error = await asyncio.gather(*halves, return_exceptions=True)
-        if isinstance(pause_s, BaseException):
+    async def _broadcast(self, version: WeightVersion) -> tuple[Weights, float]:
+        """Have the engines receive while the trainer sends; again with those that are there then, when some came or
+        went, or died of it. What was sent, and the seconds that sampling stood still."""
+        for _ in range(_TRIES):
+            weights = Weights(version=version, broadcast=await self._broadcast_plan())
+            try:
+                return weights, await self._both_halves(weights)
+            except EngineLost as error:
+                log.warning("version %d was not broadcast: %s", version, error)
+                self._plan, problem = None, str(error)
+        raise TrainerError(f"the weights could not be broadcast: {problem}; set publish.kind=delta to go on without")
+
+    async def _both_halves(self, weights: Weights) -> float:
+        """One try. The trainer's half always ends by itself, and is waited for: a trainer that is left in the middle
+        of sending could not save its work. Engines may wait for each other, so their half is ended with it."""
+        loading = asyncio.ensure_future(self._sink.load(weights))
+
+        async def sending() -> None:
+            assert weights.broadcast is not None
+            if problem := await self._trainer.broadcast(weights.broadcast):
+                loading.cancel()
+                raise EngineLost(problem)
+
+        pause_s, error = await asyncio.gather(loading, sending(), return_exceptions=True)
+        if isinstance(pause_s, Exception):
             raise pause_s
-        if error:
-            raise TrainerError(f"the weights could not be broadcast: {error}; set publish.kind=delta to go on without")
+        if error is not None:
+            raise error
+        assert isinstance(pause_s, float)
         return pause_s
 
     async def _changes(self, version: WeightVersion) -> tuple[Weights, dict[str, float]]:

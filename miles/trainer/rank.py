@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from miles.broadcast import join, send
+from miles.broadcast import join, leave, send
 from miles.deltas import Snapshot, write_delta
 from miles.errors import TrainerError
 from miles.registry import resolve
@@ -154,13 +154,20 @@ class TrainerRank:
         if self._rank == 0:
             try:
                 if self._group is None or self._group[0] != plan.group:
+                    self._leave()
                     self._group = plan.group, join(plan, 0)
                 send(self._group[1], tensors, plan, torch.device("cuda" if plan.backend == "nccl" else "cpu"))
             except RuntimeError as problem:  # torch's errors of groups and stores
-                error, self._group = str(problem), None
+                error = str(problem)
+                self._leave()
         for _ in tensors:  # what was not sent is gathered all the same: the other ranks are in it
             pass
         return error
+
+    def _leave(self) -> None:
+        if self._group is not None:
+            leave(self._group[1])
+        self._group = None
 
     def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self.roles["policy"].weights("full")

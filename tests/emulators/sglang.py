@@ -40,9 +40,11 @@ class Emulator:
         self.running.set()
         self.seen: set[tuple] = set()
         self.in_flight = self.sampled = 0
+        self.silent = ""  # what is never answered
         self.dice = torch.Generator().manual_seed(0)
         names = ["pause_generation", "continue_generation", "abort_request", "update_weights_from_disk", "flush_cache"]
         names += ["update_weights_from_tensor", "load_lora_adapter", "unload_lora_adapter", "update_weight_version"]
+        names += ["init_weights_update_group", "update_weights_from_distributed"]
         names += ["begin_weight_update", "end_weight_update"] if newer else []
         self.app = Starlette(
             routes=[
@@ -129,6 +131,8 @@ class Emulator:
     async def call(self, request):
         name, body = request.url.path[1:], await request.json()
         self.calls.append((name, body))
+        if name == self.silent:
+            await asyncio.Event().wait()
         if name == "pause_generation":
             self.running.clear()
         elif name == "continue_generation":

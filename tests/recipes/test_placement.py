@@ -27,6 +27,14 @@ def test_trainer_and_server_share_a_gpu_only_when_told_how():
     assert apart.lines() == ["trainer: 1 ranks on node 0: GPU 0", "sglang-0: 1 GPUs, node 0: GPU 1"]
 
 
+def test_nccl_is_not_asked_to_connect_two_processes_on_one_gpu():
+    sends = ("publish.kind=broadcast", "publish.backend=nccl")
+    with pytest.raises(ConfigError, match=r"on GPU 0: give the servers others with engine\.sglang\.gpus"):
+        place(config("engine.sglang.memory=0.3", *sends))
+    assert not place(config("engine.sglang.gpus=[1]", *sends)).shared
+    assert place(config("engine.sglang.memory=0.3", sends[0], "publish.backend=gloo")).shared
+
+
 def test_what_does_not_fit_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match="needs 3 GPUs, and 1 nodes have 2 each"):
         place(config("engine.sglang.gpus=[2]"))

@@ -168,8 +168,8 @@ class SGLangEngine:
     async def load(self, weights: Weights) -> float:
         """Have every server confirm new weights; seconds in which the slowest did not sample.
 
-        A server that dies of it is replaced; one that dies of a broadcast takes the others with it, since they wait
-        for each other. EngineLost when none is left.
+        A server that dies of it is replaced; one that dies of a broadcast may take the others with it, since they wait
+        for each other until the sender gives up. EngineLost when none is left.
         """
         async with self._fleet.loading:
             known = await self._readable(weights)
@@ -178,10 +178,15 @@ class SGLangEngine:
             plan = weights.broadcast
             if plan is not None and sum(member.facts.ranks for member in taking) != plan.world - 1:
                 raise EngineLost("servers came or went while a broadcast was planned")
-            found = await asyncio.gather(
-                *(self._give(member, part) for member, part in zip(taking, _parts(known, taking), strict=True)),
-                return_exceptions=True,
-            )
+            try:
+                found = await asyncio.gather(
+                    *(self._give(member, part) for member, part in zip(taking, _parts(known, taking), strict=True)),
+                    return_exceptions=True,
+                )
+            except asyncio.CancelledError:  # the sender gave up: who was left in the middle of it serves nobody
+                for member in taking if plan is not None else ():
+                    self._fleet.lost(member)
+                raise
         pauses: list[float] = []
         for member, result in zip(taking, found, strict=True):
             if isinstance(result, float):

@@ -339,3 +339,20 @@ async def test_several_copies_take_weights_from_directories_only(model, tmp_path
             await engine.load(Weights(version=1, directory=model, adapter="policy"))
         await engine.load(Weights(version=1, directory=model))
         await engine.close()
+
+
+async def test_servers_that_were_left_in_the_middle_of_a_broadcast_serve_nobody(model, tmp_path):
+    async with emulated(model) as server:
+        server.silent = "update_weights_from_distributed"
+        engine = engine_of(tmp_path, server)
+        await engine.start()
+        where = {"group": "g", "address": "127.0.0.1", "port": 9, "backend": "gloo"}
+        plan = BroadcastPlan(**where, world=2, names=(), dtypes=(), shapes=())
+        loading = asyncio.create_task(engine.load(Weights(version=1, broadcast=plan)))
+        await until(lambda: any(name == server.silent for name, _ in server.calls))
+        assert serving(engine, 1)()
+        loading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await loading
+        assert serving(engine, 0)()
+        await engine.close()
