@@ -39,18 +39,8 @@ def requests() -> list[GenerateRequest]:
 
 async def compare_modes(options: argparse.Namespace, out: Path) -> bool:
     """Print a table; whether every mode could be served."""
-    model = options.model
-    if not model.is_dir():
-        model = out / "smollm2"
-        if not model.is_dir():
-            await asyncio.to_thread(convert, options.model, model)
-    words = [word.removeprefix("engine.") for word in options.settings if word.startswith("engine.sglang.")]
-    data = apply_overrides(EngineSection, {}, words)
-    base = build(EngineSection, data).sglang.model_copy(
-        update={"python": options.python, "memory": 0.15, "start_s": 400.0}
-    )
-    if options.path:
-        base = base.model_copy(update={"environment": {"PYTHONPATH": str(options.path)}})
+    model = await model_of(options, out)
+    base = settings_of(options).model_copy(update={"memory": 0.15})
     engines = {
         name: SGLangEngine(model, out / name.replace(" ", "-"), settled(base, mode), dtype="bfloat16")
         for name, mode in MODES.items()
@@ -69,6 +59,26 @@ async def compare_modes(options: argparse.Namespace, out: Path) -> bool:
     finally:
         await asyncio.gather(*(engine.close() for engine in engines.values()))
     return not any(starts)
+
+
+async def model_of(options: argparse.Namespace, out: Path) -> Path:
+    """The model directory that was named, or one made of the file that was."""
+    if options.model.is_dir():
+        return Path(options.model)
+    model = out / "smollm2"
+    if not model.is_dir():
+        await asyncio.to_thread(convert, options.model, model)
+    return model
+
+
+def settings_of(options: argparse.Namespace) -> SGLangConfig:
+    """The engine's settings on the command line."""
+    words = [word.removeprefix("engine.") for word in options.settings if word.startswith("engine.sglang.")]
+    base = build(EngineSection, apply_overrides(EngineSection, {}, words)).sglang
+    changes: dict[str, object] = {"python": options.python, "start_s": 400.0}
+    if options.path:
+        changes["environment"] = {"PYTHONPATH": str(options.path)}
+    return base.model_copy(update=changes)
 
 
 def settled(base: SGLangConfig, mode: dict[str, object]) -> SGLangConfig:
@@ -98,13 +108,17 @@ async def measure(name: str, engine: SGLangEngine, trainer: Trainer) -> None:
 
 
 async def converse(engine: SGLangEngine, *, sessions: int = 64, turns: int = 20) -> None:
-    """Conversations that grow by about 100 tokens a turn, as agents' do: what the prefix cache saves."""
+    """Conversations as agents have them, and what the prefix cache saves: the same 1,500 tokens at the beginning of all
+    (asked once before, as in a run that is under way), 500 of their own, and 100 more a turn."""
     dice = random.Random(1)
+    shared = [dice.randrange(100, 40_000) for _ in range(1500)]
+    for number in range(8):
+        await engine.generate(GenerateRequest(id=f"w{number}", session=f"w{number}", prompt_ids=shared, max_tokens=1))
     engine.counters()
     began = time.monotonic()
 
     async def one(number: int) -> None:
-        ids = [dice.randrange(100, 40_000) for _ in range(1000)]
+        ids = [*shared, *(dice.randrange(100, 40_000) for _ in range(500))]
         for turn in range(turns):
             asked = GenerateRequest(id=f"c{number}-{turn}", session=f"c{number}", prompt_ids=ids, max_tokens=50)
             found = await engine.generate(asked)

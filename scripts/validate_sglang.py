@@ -7,6 +7,12 @@
     publish    from its checkpoint on: whole snapshots against deltas
     lora       the recipe with an adapter
     routing    a small mixture of experts made here, with routing recorded, replayed and probed
+    apart      the recipe with trainer and server on a GPU each, weights over NCCL (two GPUs, as all that follow)
+    together   from its checkpoint on: both on one GPU, to compare with its last steps
+    kill       from its checkpoint on: two servers, one of them killed in mid-run
+    transports whole, delta, gloo, NCCL side by side, to a server of one GPU and of two; checksums
+    affinity   conversations on two servers, each where its cache is against in turns
+    lost       a receiver that is killed in the middle of a broadcast
     modes      how far engine and trainer agree: default, deterministic, on-policy kernels; alone and in a batch
 
 MODEL is a GGUF file or a directory of SmolLM2-135M-Instruct. PYTHON has SGLang, with FOLDER on its path if given.
@@ -19,14 +25,22 @@ import json
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from miles.rollout.engines.sglang.process import has_gpu
 from miles.runs import RunFolder
 
 Metrics = list[dict[str, Any]]
+NCCL = ["publish.kind=broadcast", "publish.backend=nccl"]
+APART = ["engine.sglang.gpus=[1]", "engine.sglang.memory=0.6", *NCCL]
+TOGETHER = ["engine.sglang.gpus=[]", "engine.sglang.memory=0.3", "publish.kind=safetensors"]
+TWO_SERVERS = ["engine.sglang.servers=2", "engine.sglang.gpus=[0,1]", *TOGETHER[1:]]
+STEP_NAMES = ("step_s", "wait_s", "train_s", "publish_s", "pause_s", "transfer_s", "trainer_idle", "staleness/mean")
+STEP_NAMES += ("tokens_per_s", "engine/prefix_hit", "logprob_diff/mean", "reward/mean")
 
 
 class Validation:
@@ -117,6 +131,66 @@ class Validation:
         show(steps, (*names, "logprob_diff/mean", "logprob_diff/max", "reward/mean"))
         self.failed |= not names
 
+    def apart(self) -> None:
+        """The reward climbs with trainer and server on a GPU each."""
+        folder = self.run("apart", "smollm2-h200", *self.common, *APART)
+        steps, evals = folder.metrics("step"), folder.metrics("eval")
+        for line in evals:
+            print(f"held-out success {line['reward']:.3f} at version {line['version']}")
+        show(steps, STEP_NAMES)
+        print("the last ten steps")
+        show(steps[-10:], STEP_NAMES)
+        self.failed |= evals[-1]["reward"] < evals[0]["reward"] + 0.2
+        (self.out / "last-run").write_text(str(folder.path))
+
+    def together(self) -> None:
+        """The next steps on one GPU."""
+        steps = self._resumed("together", 12, *TOGETHER)
+        print("the last ten steps")
+        show(steps[2:], STEP_NAMES)
+
+    def kill(self) -> None:
+        """One of two servers dies: nothing is lost but time."""
+        from scripts.two_gpus import kill_a_server
+
+        path = Path((self.out / "last-run").read_text())
+        before = RunFolder.open(path).metrics("step")[-1]["step"]
+
+        def killing() -> None:
+            while RunFolder.open(path).metrics("step")[-1]["step"] < before + 4:
+                time.sleep(0.5)
+            print(f"killed process {kill_a_server('1')} after step {before + 4}", flush=True)
+
+        threading.Thread(target=killing, daemon=True).start()
+        steps = self._resumed("kill", 36, *TWO_SERVERS)
+        counts = ("engine/servers_lost", "engine/servers_back", "engine/requests_moved", "engine/servers")
+        for line in steps:
+            outcomes = [name for name in line if name.startswith("outcome/")]
+            print(
+                line["step"], json.dumps({name: line[name] for name in (*counts, "step_s", *outcomes) if name in line})
+            )
+        totals = {name: sum(line.get(name, 0) for line in steps) for name in counts[:3]}
+        print(totals, flush=True)
+        self.failed |= totals["engine/servers_lost"] != 1 or totals["engine/servers_back"] != 1
+
+    def transports(self) -> None:
+        """Ways to publish, side by side."""
+        from scripts.two_gpus import compare_transports
+
+        self.failed |= not asyncio.run(compare_transports(self.options, self.out))
+
+    def affinity(self) -> None:
+        """Two servers, with and without memory of where a session is."""
+        from scripts.two_gpus import compare_affinity
+
+        self.failed |= not asyncio.run(compare_affinity(self.options, self.out))
+
+    def lost(self) -> None:
+        """A broadcast's receiver dies."""
+        from scripts.two_gpus import lose_a_receiver
+
+        self.failed |= not lose_a_receiver("nccl" if has_gpu() else "gloo")
+
     def modes(self) -> None:
         """Engine against trainer, and the engine against itself."""
         from scripts.engine_modes import compare_modes
@@ -137,6 +211,7 @@ def show(steps: Metrics, names: Iterable[str]) -> None:
 
 def main() -> None:
     parts = ("recipe", "sync", "publish", "lora", "routing", "modes")
+    parts += ("apart", "together", "kill", "transports", "affinity", "lost")
     own, _, settings = (list(part) for part in _split(sys.argv[1:]))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="+", choices=parts)

@@ -54,6 +54,8 @@ class TrainerRank:
         others: Mapping[str, str] | None = None,
     ) -> None:
         os.environ["LOCAL_RANK"] = str(rank)
+        # As SGLang's servers set it: processes that share GPU memory in different ways cannot connect.
+        os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
         kind = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(kind, init_method=f"file://{rendezvous}", rank=rank, world_size=world)
         self._source, self._rank, self._config = Path(model), rank, config
