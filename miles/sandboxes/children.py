@@ -13,7 +13,7 @@ from typing import IO, Any
 from miles.errors import SandboxCreateFailed
 from miles.sandboxes.base import ExecResult
 
-__all__ = ["Capture", "Child", "check_timeout", "finished"]
+__all__ = ["Capture", "Child", "ChildPipe", "check_timeout", "finished"]
 
 _CHUNK = 1 << 16
 _DRAIN_S = 0.2
@@ -47,6 +47,36 @@ class Capture:
         return bytes(self._head) + b"\n[... %d bytes cut ...]\n" % self.dropped + bytes(self._tail)
 
 
+def _popen(
+    argv: Sequence[str], env: Mapping[str, str], pass_fds: Sequence[int], **settings: Any
+) -> subprocess.Popen[bytes]:
+    """A host process of its own session. SandboxCreateFailed when this host is full."""
+    settings |= {"env": dict(env), "pass_fds": tuple(pass_fds), "start_new_session": True}
+    try:
+        process: subprocess.Popen[bytes] = subprocess.Popen(list(argv), stdout=subprocess.PIPE, **settings)
+        return process
+    except OSError as error:
+        if error.errno in _HOST_IS_FULL:
+            raise SandboxCreateFailed(f"this host cannot start another process: {error.strerror}") from error
+        raise
+
+
+async def _ended(process: subprocess.Popen[bytes]) -> None:
+    """Wait without a thread."""
+    if process.poll() is not None:
+        return
+    loop = asyncio.get_running_loop()
+    fd = os.pidfd_open(process.pid)
+    done = loop.create_future()
+    loop.add_reader(fd, _resolve, done)
+    try:
+        await done
+    finally:
+        loop.remove_reader(fd)
+        os.close(fd)
+    process.wait()
+
+
 class Child:
     """A host process of its own session. `wait` returns its status; outputs land in two captures."""
 
@@ -63,21 +93,8 @@ class Child:
         """Start at once. `stdin=None` keeps the input open (its end tells the child that we are gone)."""
         self.stdout, self.stderr = Capture(limit), Capture(limit)
         self._loop = asyncio.get_running_loop()
-        try:
-            self._process = subprocess.Popen(
-                list(argv),
-                stdin=subprocess.DEVNULL if stdin == b"" else subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env=dict(env),
-                pass_fds=tuple(pass_fds),
-                cwd=cwd,
-                start_new_session=True,
-            )
-        except OSError as error:
-            if error.errno in _HOST_IS_FULL:
-                raise SandboxCreateFailed(f"this host cannot start another process: {error.strerror}") from error
-            raise
+        source = subprocess.DEVNULL if stdin == b"" else subprocess.PIPE
+        self._process = _popen(argv, env, pass_fds, stdin=source, stderr=subprocess.PIPE, cwd=cwd)
         self.pid = self._process.pid
         self._open = 0
         self._closed = asyncio.Event()
@@ -128,7 +145,7 @@ class Child:
 
     async def wait(self) -> int:
         """Wait for the process itself, then shortly for its outputs (a background child may hold them open)."""
-        await self._exited()
+        await _ended(self._process)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._closed.wait(), _DRAIN_S)
         return self._process.returncode
@@ -136,19 +153,6 @@ class Child:
     @property
     def running(self) -> bool:
         return self._process.poll() is None
-
-    async def _exited(self) -> None:
-        if self._process.poll() is not None:
-            return
-        fd = os.pidfd_open(self.pid)
-        done = self._loop.create_future()
-        self._loop.add_reader(fd, _resolve, done)
-        try:
-            await done
-        finally:
-            self._loop.remove_reader(fd)
-            os.close(fd)
-        self._process.wait()
 
     def kill(self) -> None:
         """SIGKILL the process and its session."""
@@ -168,6 +172,47 @@ class Child:
         if self._process.stdin is not None and not self._process.stdin.closed:
             with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.close()
+
+
+class ChildPipe:
+    """A host process that stays, by its standard input and output. `start` it, or SandboxCreateFailed."""
+
+    def __init__(self, argv: Sequence[str], *, env: Mapping[str, str], pass_fds: Sequence[int] = ()) -> None:
+        self._process = _popen(argv, env, pass_fds, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        self._reader = asyncio.StreamReader(limit=1 << 20)
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.ReadTransport | None = None
+
+    async def start(self) -> "ChildPipe":
+        loop, reader = asyncio.get_running_loop(), self._reader
+        self._reading, _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), self._process.stdout
+        )
+        writing, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, self._process.stdin)
+        self._writer = asyncio.StreamWriter(writing, protocol, None, loop)
+        return self
+
+    async def read(self) -> bytes:
+        return await self._reader.read(_CHUNK)
+
+    async def write(self, data: bytes) -> None:
+        assert self._writer is not None
+        self._writer.write(data)
+        await self._writer.drain()
+
+    async def close(self) -> None:
+        """Close the input; kill what does not end of it."""
+        if self._writer is not None:
+            self._writer.close()
+        try:
+            await asyncio.wait_for(_ended(self._process), _DRAIN_S)
+        except TimeoutError:
+            for send in (os.killpg, os.kill):
+                with contextlib.suppress(ProcessLookupError):
+                    send(self._process.pid, signal.SIGKILL)
+            await _ended(self._process)
+        if self._reading is not None:
+            self._reading.close()
 
 
 def _resolve(future: "asyncio.Future[None]") -> None:

@@ -7,33 +7,30 @@ init (the reported child-pid) first, then the outer bwrap: the other order can l
 """
 
 import asyncio
-import contextlib
-import fcntl
 import itertools
 import json
 import os
 import shutil
 import signal
 import subprocess
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Literal
 
-from miles.errors import SandboxCreateFailed, SandboxError, SandboxLost, SandboxUnavailable
+from miles.errors import SandboxCreateFailed, SandboxError, SandboxUnavailable
 from miles.processes import owner_tag
-from miles.sandboxes.base import Capabilities, ExecResult, Sandbox, SandboxSpec
+from miles.sandboxes.base import Capabilities, Image, Sandbox, SandboxInfo, SandboxSpec
 from miles.sandboxes.cgroups import Cgroup, cgroup_root, make_cgroup
-from miles.sandboxes.children import Child, check_timeout, finished
-from miles.sandboxes.reaper import alive_owners, processes_with, reap
+from miles.sandboxes.children import Child
+from miles.sandboxes.local_machine import PATH, LocalMachine
+from miles.sandboxes.machine import MachineSandbox
+from miles.sandboxes.reaper import alive_owners, owned, reap
+from miles.sandboxes.rootfs import Root, Writable, root_of
 
-__all__ = ["LocalBackend", "LocalSandbox"]
+__all__ = ["LocalBackend"]
 
-_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-_READY = "printf ready; read _ || exit 0"
-_JOIN = 'ulimit -c 0; for d in $1; do echo $$ > "$d/cgroup.procs" || exit 125; done; shift; exec "$@"'
-_BEST_EFFORT = 'ulimit -c 0; ulimit -v "$1"; ulimit -f "$2"; shift 2; exec "$@"'
+# The init: reaps orphans, and ends with us; a command may kill its cat, but not itself.
+_READY = "printf ready; while :; do cat >/dev/null && exit; done"
 _PASSWD = b"agent:x:1000:1000::/workspace:/bin/sh\nroot:x:0:0::/root:/bin/sh\n"
-_NS_GET_PARENT = 0xB702
 _counter = itertools.count()
 
 
@@ -59,14 +56,23 @@ class LocalBackend:
         if problem is None:
             notes = () if self._cgroups else ("no writable control groups: processes are not counted",)
             limits: Literal["hard", "best_effort"] = "hard" if self._cgroups else "best_effort"
-            return Capabilities(isolation="process", network_none=True, limits=limits, notes=notes)
+            return Capabilities(
+                isolation="process",
+                network_none=True,
+                limits=limits,
+                images=("rootfs", "snapshot"),
+                snapshot=True,
+                notes=notes,
+            )
         if not self._allow_unisolated:
             raise SandboxUnavailable(
                 f"the local sandbox cannot isolate on this host: {problem}. Mend that, choose another backend "
                 "(sandbox.backend=…), or accept plain processes with sandbox.allow_unisolated=true "
                 "(the agent then sees this machine's files and network)"
             )
-        return Capabilities(isolation="none", network_none=False, limits="none", notes=(problem,))
+        return Capabilities(
+            isolation="none", network_none=False, network_full=True, limits="none", streams=False, notes=(problem,)
+        )
 
     async def _problem(self) -> str | None:
         if self._bwrap is None:
@@ -77,7 +83,7 @@ class LocalBackend:
         found = tuple(int(part) for part in version.split()[-1].split(".")[:2]) if version.split() else (0, 0)
         if found < (0, 11):
             return f"{self._bwrap} is {version.strip() or 'a bubblewrap of unknown version'}; 0.11 or newer is needed"
-        child = Child([*self._bwrap_argv(SandboxSpec(), {}), "/bin/true"], env={"PATH": _PATH}, stdin=b"")
+        child = Child([*self._bwrap_argv(SandboxSpec(), {}, Root(), None), "/bin/true"], env={"PATH": PATH}, stdin=b"")
         try:
             status = await asyncio.wait_for(child.wait(), 10)
             if status == 0:
@@ -104,8 +110,28 @@ class LocalBackend:
             raise SandboxError(
                 "the local backend offers network='none' only; choose another backend for network access"
             )
+        root = await asyncio.to_thread(root_of, spec.image)
+        machine = await self._machine(spec, root)
+        sandbox = MachineSandbox(machine, spec)
+        if root.archive is not None:
+            packed = await asyncio.to_thread(root.archive.read_bytes)
+            await machine.run(["tar", "-C", "/", "-xf", "-"], stdin=packed, timeout_s=120.0)
+        await sandbox.start({})
+        return sandbox
+
+    async def prepare(self, image: Image) -> None:
+        await asyncio.to_thread(root_of, image)
+
+    async def machines(self) -> list[SandboxInfo]:
+        return await asyncio.to_thread(owned)
+
+    async def close(self) -> None:
+        return None
+
+    async def _machine(self, spec: SandboxSpec, root: Root) -> LocalMachine:
         name = f"{owner_tag()}.{next(_counter)}"
-        contents = {**spec.files, "/etc/passwd": _PASSWD}
+        contents = {**spec.files, **({} if root.lowers else {"/etc/passwd": _PASSWD})}
+        writable = await asyncio.to_thread(Writable.make) if root.lowers else None
         files = [os.memfd_create("file") for _ in contents]
         read_end, write_end = os.pipe()
         group: Cgroup | None = None
@@ -116,25 +142,28 @@ class LocalBackend:
                 os.lseek(fd, 0, os.SEEK_SET)
             group = make_cgroup(self._cgroups, name, spec.resources) if self._cgroups else None
             argv = [
-                *self._bwrap_argv(spec, dict(zip(contents, files, strict=True))),
+                *self._bwrap_argv(spec, dict(zip(contents, files, strict=True)), root, writable),
                 "--info-fd",
                 str(write_end),
                 "/bin/sh",
                 "-c",
                 _READY,
             ]
-            env = {"PATH": _PATH, "MILES_OWNER": owner_tag(), "MILES_LABELS": json.dumps(dict(spec.labels))}
+            env = {"PATH": PATH, "MILES_OWNER": owner_tag(), "MILES_LABELS": json.dumps(dict(spec.labels))}
             child = Child(argv, env=env, pass_fds=[*files, write_end])
             os.close(write_end)
             write_end = -1
             await self._until_ready(child)
             info = json.loads(os.read(read_end, 4096))
-            return LocalSandbox(name, spec, child, int(info["child-pid"]), group, self._nsenter or "nsenter")
+            facts = {"group": group, "nsenter": self._nsenter or "nsenter", "root": root, "writable": writable}
+            return LocalMachine(name, spec, child, int(info["child-pid"]), **facts)  # type: ignore[arg-type]
         except BaseException:
             if child is not None:
                 await _kill_new(child, read_end)
             if group is not None:
                 group.remove()
+            if writable is not None:
+                writable.remove()
             raise
         finally:
             for fd in (*files, read_end, *([write_end] if write_end >= 0 else [])):
@@ -157,12 +186,28 @@ class LocalBackend:
     async def reap(self) -> int:
         return await asyncio.to_thread(reap, self._cgroups, alive_owners())
 
-    def _bwrap_argv(self, spec: SandboxSpec, files: Mapping[str, int]) -> list[str]:
+    def _bwrap_argv(
+        self, spec: SandboxSpec, files: Mapping[str, int], root: Root, writable: Writable | None
+    ) -> list[str]:
         assert self._bwrap is not None
+        user = "0" if writable is not None else "1000"  # an image's files are its root's
+        argv = [self._bwrap, "--unshare-all", "--unshare-user", "--uid", user, "--gid", user]
+        argv += ["--hostname", "sandbox", "--die-with-parent", "--as-pid-1", "--clearenv", "--cap-drop", "ALL"]
+        if writable is not None:
+            for lower in root.lowers:
+                argv += ["--overlay-src", str(lower)]
+            argv += ["--overlay", str(writable.upper), str(writable.folder / "work"), "/"]
+            argv += ["--proc", "/proc", "--dev", "/dev", "--dir", spec.workdir]
+        else:
+            argv += self._host_argv(spec)
+        for path, fd in files.items():
+            argv += ["--perms", "0644", "--file", str(fd), path]
+        return [*argv, "--chdir", spec.workdir]
+
+    def _host_argv(self, spec: SandboxSpec) -> list[str]:
+        """The host's programs, read-only, and empty folders to work in."""
         size = str(spec.resources.disk_mib << 20)
-        argv = [self._bwrap, "--unshare-all", "--unshare-user", "--uid", "1000", "--gid", "1000"]
-        argv += ["--hostname", "sandbox", "--die-with-parent", "--clearenv", "--cap-drop", "ALL"]
-        argv += ["--ro-bind", "/usr", "/usr", "--proc", "/proc", "--dev", "/dev"]
+        argv = ["--ro-bind", "/usr", "/usr", "--proc", "/proc", "--dev", "/dev"]
         for name in ("bin", "sbin", "lib", "lib64"):
             if os.path.islink(f"/{name}"):  # noqa: PTH114
                 argv += ["--symlink", f"usr/{name}", f"/{name}"]
@@ -171,159 +216,7 @@ class LocalBackend:
         argv += ["--perms", "0755", "--dir", "/etc"]
         for path in ("/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime"):
             argv += ["--ro-bind-try", path, path]
-        argv += ["--size", size, "--tmpfs", "/tmp", "--size", size, "--tmpfs", spec.workdir]
-        for path, fd in files.items():
-            argv += ["--perms", "0644", "--file", str(fd), path]
-        return [*argv, "--chdir", spec.workdir]
-
-
-class LocalSandbox:
-    """One bubblewrap sandbox."""
-
-    def __init__(
-        self, name: str, spec: SandboxSpec, outer: Child, init_pid: int, group: Cgroup | None, nsenter: str
-    ) -> None:
-        self._name, self._spec, self._outer, self._group = name, spec, outer, group
-        self._init_pid = init_pid
-        self._init = os.pidfd_open(init_pid)
-        self._namespace = os.readlink(f"/proc/{init_pid}/ns/pid")  # noqa: PTH115
-        self._fds: tuple[int, ...] = ()
-        spaces = ("-t", str(init_pid), "-m", "-p", "-n", "-i", "-u", "-r", "-w", "--preserve-credentials", "--")
-        if os.geteuid() == 0:
-            self._enter = [nsenter, "-U", *spaces]
-        else:
-            # bwrap nests two user namespaces (to mount devpts it must be root in the outer one). Only the outer
-            # one owns the other namespaces, so an ordinary user enters it first and the inner one from inside.
-            self._fds = (_outer_userns(init_pid),)
-            inner = (nsenter, "--user=/proc/1/ns/user", "--preserve-credentials", "--")
-            self._enter = [nsenter, f"--user=/proc/self/fd/{self._fds[0]}", *spaces, *inner]
-        self._own_pids = set(processes_with(None, self._namespace)) if group is None else set()
-        self._destroyed = False
-
-    @property
-    def id(self) -> str:
-        return self._name
-
-    async def exec(
-        self,
-        command: str | Sequence[str],
-        *,
-        timeout_s: float = 60.0,
-        stdin: bytes = b"",
-        cwd: str | None = None,
-        env: Mapping[str, str] | None = None,
-        max_output: int = 1 << 20,
-    ) -> ExecResult:
-        check_timeout(timeout_s)
-        self._refuse_if_lost()
-        mark = f"{self._name}.{next(_counter)}"
-        argv = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
-        if cwd is not None:
-            argv = ["/bin/sh", "-c", 'cd "$1" && shift && exec "$@"', "sh", cwd, *argv]
-        ooms = self._group.oom_kills() if self._group else 0
-        began = time.monotonic()
-        command_line = [*self._limited(), *self._enter, *argv]
-        child = Child(command_line, env=self._env(mark, env), stdin=stdin, limit=max_output, pass_fds=self._fds)
-        timed_out = False
-        try:
-            try:
-                status = await asyncio.wait_for(child.wait(), timeout_s)
-            except TimeoutError:
-                timed_out, status = True, -signal.SIGKILL
-        finally:
-            if child.running:
-                await asyncio.shield(self._kill(child, mark))
-            child.close()
-        self._refuse_if_lost()
-        oom = self._group is not None and self._group.oom_kills() > ooms
-        return finished(child, status, timed_out=timed_out, oom=oom, began=began)
-
-    async def read(self, path: str, *, max_bytes: int = 1 << 24) -> bytes:
-        script = 'cat -- "$1" | head -c "$2"; test -f "$1"'
-        argv = ["/bin/sh", "-c", script, "sh", path, str(max_bytes + 1)]
-        result = await self.exec(argv, max_output=2 * max_bytes + 4)
-        if result.exit_code != 0:
-            raise FileNotFoundError(path)
-        if len(result.stdout) > max_bytes:
-            raise ValueError(f"{path} is larger than {max_bytes} bytes")
-        return result.stdout
-
-    async def write(self, path: str, data: bytes) -> None:
-        script = 'mkdir -p -- "$(dirname -- "$1")" && cat > "$1"'
-        result = await self.exec(["/bin/sh", "-c", script, "sh", path], stdin=data or b"", timeout_s=60)
-        if result.exit_code != 0:
-            raise OSError(f"cannot write {path} in the sandbox: {result.text.strip()}")
-
-    async def quiesce(self) -> None:
-        self._refuse_if_lost()
-        if self._group is not None:  # only entered commands are members, not the sandbox's own init
-            while self._group.members():
-                self._group.kill()
-                await asyncio.sleep(0.002)
-            return
-        while pids := set(await asyncio.to_thread(processes_with, None, self._namespace)) - self._own_pids:
-            for pid in pids:  # whatever a process made of its environment: all of the namespace but its init
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            await asyncio.sleep(0.002)
-
-    async def destroy(self) -> None:
-        if self._destroyed:
-            return
-        self._destroyed = True
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._init, signal.SIGKILL)
-        try:  # the outer bwrap reaps the init and ends by itself; killing it first could leave the init behind
-            await asyncio.wait_for(self._outer.wait(), 1)
-        except TimeoutError:
-            self._outer.kill()
-            await self._outer.wait()
-        self._outer.close()
-        for fd in (self._init, *self._fds):
-            os.close(fd)
-        if self._group is not None:
-            self._group.kill()
-            if not self._group.remove():
-                raise SandboxError(f"control group {self._group.folders} could not be removed")
-
-    def _limited(self) -> list[str]:
-        resources = self._spec.resources
-        if self._group is not None:
-            return ["/bin/sh", "-c", _JOIN, "sh", " ".join(str(folder) for folder in self._group.folders)]
-        blocks = str(resources.disk_mib * 2048)
-        return ["/bin/sh", "-c", _BEST_EFFORT, "sh", str(resources.memory_mib << 10), blocks]
-
-    def _env(self, mark: str, extra: Mapping[str, str] | None) -> dict[str, str]:
-        base = {"PATH": _PATH, "HOME": self._spec.workdir, "LANG": "C.UTF-8", "TERM": "dumb"}
-        return {**base, **self._spec.env, **(extra or {}), "MILES_OWNER": owner_tag(), "MILES_EXEC": mark}
-
-    def _refuse_if_lost(self) -> None:
-        if self._destroyed or not self._outer.running or not os.path.exists(f"/proc/{self._init_pid}/ns/pid"):  # noqa: PTH110
-            raise SandboxLost(f"sandbox {self._name} is gone; the episode starts again in a fresh one")
-
-    async def _kill(self, child: Child, mark: str) -> None:
-        """Kill a command and everything it started, also what left its session; repeat until none is left."""
-        child.kill()
-        for _ in range(50):
-            pids = await asyncio.to_thread(processes_with, f"MILES_EXEC={mark}", self._namespace)
-            if not pids:
-                break
-            for pid in pids:
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
-            await asyncio.sleep(0.01)
-        await child.wait()
-
-
-def _outer_userns(pid: int) -> int:
-    """A file descriptor of the parent of a process's user namespace (ioctl_ns(2), NS_GET_PARENT)."""
-    inner = os.open(f"/proc/{pid}/ns/user", os.O_RDONLY)
-    try:
-        return fcntl.ioctl(inner, _NS_GET_PARENT)
-    finally:
-        os.close(inner)
+        return [*argv, "--size", size, "--tmpfs", "/tmp", "--size", size, "--tmpfs", spec.workdir]
 
 
 async def _kill_new(child: Child, info_fd: int) -> None:

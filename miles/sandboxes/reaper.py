@@ -5,15 +5,18 @@ this: a bwrap killed while it starts can leave its inner process behind for good
 parent-death signal was not armed yet.
 """
 
+import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from miles.processes import process_tag
+from miles.sandboxes.base import SandboxInfo
 from miles.sandboxes.cgroups import reap_cgroups
 
-__all__ = ["alive_owners", "processes_with", "reap"]
+__all__ = ["alive_owners", "owned", "processes_with", "reap"]
 
 _PROC = Path("/proc")
 
@@ -68,6 +71,22 @@ def reap(cgroups: tuple[Path, ...], alive: set[str]) -> int:
             continue
     reap_cgroups(cgroups, alive)
     return len(orphans)
+
+
+def owned() -> list[SandboxInfo]:
+    """Local sandboxes that live, by the outer process of each."""
+    found = []
+    for pid in _pids():
+        try:
+            environ = (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
+            told = dict(entry.decode().split("=", 1) for entry in environ if entry.startswith(b"MILES_"))
+            if "MILES_LABELS" in told and not _is_init(pid):
+                age = time.time() - (_PROC / str(pid)).stat().st_mtime
+                labels = json.loads(told["MILES_LABELS"])
+                found.append(SandboxInfo(id=str(pid), owner=told["MILES_OWNER"], age_s=age, labels=labels))
+        except (FileNotFoundError, ProcessLookupError, PermissionError, ValueError):
+            continue
+    return found
 
 
 def _is_init(pid: int) -> bool:

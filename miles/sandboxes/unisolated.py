@@ -8,12 +8,15 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from miles.errors import SandboxError
 from miles.processes import owner_tag, scratch_folder
-from miles.sandboxes.base import ExecResult, SandboxSpec
+from miles.sandboxes.base import Connect, ExecResult, Image, Process, SandboxSpec
 from miles.sandboxes.children import Child, check_timeout, finished
 from miles.sandboxes.reaper import processes_with
 
 __all__ = ["UnisolatedSandbox"]
+
+_PLAIN = "plain processes have no streams, ports or snapshots: choose a backend that isolates"
 
 
 class UnisolatedSandbox:
@@ -77,6 +80,20 @@ class UnisolatedSandbox:
         target = self._host(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(data)
+
+    async def spawn(
+        self, command: str | Sequence[str], *, cwd: str | None = None, env: Mapping[str, str] | None = None
+    ) -> Process:
+        raise SandboxError(_PLAIN)
+
+    async def forward(self, port: int) -> int:
+        return port
+
+    async def reach(self, connect: Connect, port: int = 0) -> int:
+        raise SandboxError(_PLAIN)
+
+    async def snapshot(self) -> Image:
+        raise SandboxError(_PLAIN)
 
     async def quiesce(self) -> None:
         self._kill_all()

@@ -1,0 +1,190 @@
+"""Readiness, time, and what can be done to processes; needs Python 3.6 and nothing else."""
+
+import heapq
+import itertools
+import os
+import selectors
+import signal
+import struct
+import time
+
+CHUNK, WINDOW, DRAIN_S = 1 << 16, 1 << 20, 0.2
+SUBREAPER, DUMPABLE = 36, 4  # of prctl(2)
+
+
+def prctl(option, value):
+    try:
+        import ctypes
+
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+    except Exception:  # a Python without ctypes: a command's orphans may then outlive it
+        pass
+
+
+class Loop:
+    """Readiness and time."""
+
+    def __init__(self):
+        self.selector, self.timers, self.numbers = selectors.DefaultSelector(), [], itertools.count()
+
+    def watch(self, fd, reading=None, writing=None):
+        """Call these when `fd` is ready, and no longer what was set before."""
+        mask = (selectors.EVENT_READ if reading else 0) | (selectors.EVENT_WRITE if writing else 0)
+        known = fd in self.selector.get_map()
+        if not mask:
+            if known:
+                self.selector.unregister(fd)
+        elif known:
+            self.selector.modify(fd, mask, (reading, writing))
+        else:
+            self.selector.register(fd, mask, (reading, writing))
+
+    def later(self, seconds, call):
+        heapq.heappush(self.timers, (time.monotonic() + seconds, next(self.numbers), call))
+
+    def run(self):
+        while True:
+            wait = max(0.0, self.timers[0][0] - time.monotonic()) if self.timers else None
+            for key, mask in self.selector.select(wait):
+                for place, event in enumerate((selectors.EVENT_READ, selectors.EVENT_WRITE)):
+                    now = self.selector.get_map().get(key.fd)  # another's turn may have closed or changed it
+                    if mask & event and key.data[place] and now is not None and now.data is key.data:
+                        key.data[place]()
+            while self.timers and self.timers[0][0] <= time.monotonic():
+                heapq.heappop(self.timers)[2]()
+
+
+class Kept:
+    """Head and tail of an output, in bounded memory."""
+
+    def __init__(self, limit):
+        self.head, self.tail, self.dropped = bytearray(), bytearray(), 0
+        self.most, self.rest = limit - limit // 2, limit // 2
+
+    def feed(self, data):
+        room = max(0, self.most - len(self.head))
+        self.head += data[:room]
+        self.tail += data[room:]
+        if len(self.tail) > self.rest + CHUNK:
+            self.cut()
+
+    def cut(self):
+        excess = max(0, len(self.tail) - self.rest)
+        del self.tail[:excess]
+        self.dropped += excess
+
+    def value(self):
+        self.cut()
+        mark = b"\n[... %d bytes cut ...]\n" % self.dropped if self.dropped else b""
+        return bytes(self.head) + mark + bytes(self.tail)
+
+
+class Sink:
+    """Writes to a pipe or socket as fast as its reader takes it; tells the host what has gone."""
+
+    def __init__(self, guest, stream, fd, reading=None):
+        self.guest, self.stream, self.fd, self.reading = guest, stream, fd, reading
+        self.pending, self.ending, self.gone = bytearray(), False, False
+        os.set_blocking(fd, False)
+
+    def feed(self, data):
+        if not self.gone:
+            self.pending += data
+            self.flush()
+
+    def end(self):
+        self.ending = True
+        self.flush()
+
+    def flush(self):
+        done = 0
+        try:
+            while self.pending and not self.gone:
+                n = os.write(self.fd, self.pending[:CHUNK])
+                del self.pending[:n]
+                done += n
+        except BlockingIOError:
+            pass
+        except OSError:  # nobody reads any more
+            self.gone = True
+            done += len(self.pending)
+            self.pending.clear()
+        if done:
+            self.guest.send(b"a", self.stream, struct.pack(">I", done))
+        self.guest.loop.watch(self.fd, self.reading, self.flush if self.pending else None)
+        if self.ending and not self.pending:
+            self.finish()
+
+    def finish(self):
+        if self.fd >= 0:
+            self.guest.loop.watch(self.fd)
+            os.close(self.fd)
+            self.fd, self.gone = -1, True
+
+
+def user_changer(name, environment):
+    """What makes a new process another user's; KeyError for one that is not known."""
+    import pwd
+
+    entry = pwd.getpwuid(int(name)) if str(name).isdigit() else pwd.getpwnam(name)
+    environment.update(HOME=entry.pw_dir, USER=entry.pw_name, LOGNAME=entry.pw_name)
+
+    def change():
+        os.initgroups(entry.pw_name, entry.pw_gid)
+        os.setgid(entry.pw_gid)
+        os.setuid(entry.pw_uid)
+
+    return change
+
+
+def kill(pid, number=signal.SIGKILL):
+    try:
+        os.kill(pid, number)
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
+def processes():
+    """(pid, parent, when it started) of everything that lives."""
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                with open("/proc/%s/stat" % name) as file:
+                    fields = file.read().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if fields[0] not in "ZX":
+                yield int(name), int(fields[1]), int(fields[19])
+
+
+def below(root):
+    """Processes that descend from one, without it."""
+    children = {}
+    for pid, parent, _ in processes():
+        children.setdefault(parent, []).append(pid)
+    found, waiting = [], [root]
+    while waiting:
+        more = children.get(waiting.pop(), ())
+        found += more
+        waiting += more
+    return found
+
+
+def kill_until_none(find):
+    for _ in range(500):
+        found = find()
+        for pid in found:
+            kill(pid)
+        if not found:
+            return
+        time.sleep(0.002)
+
+
+def oom_kills():
+    for path in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"):
+        try:
+            with open(path) as file:
+                return int(dict(line.split() for line in file.read().splitlines()).get("oom_kill", 0))
+        except (OSError, ValueError):
+            continue
+    return 0

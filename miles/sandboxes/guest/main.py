@@ -1,0 +1,139 @@
+"""The frames' reader and writer.
+
+A frame is a payload's length (4 bytes), a kind (a letter), a stream's number (4 bytes) and the payload; with the
+argument `text` frames travel as lines of base64, for providers that carry only text. Kinds in capitals come from the
+host.
+"""
+
+import base64
+import errno
+import itertools
+import json
+import os
+import signal
+import socket
+import struct
+import sys
+
+from miles.sandboxes.guest.base import CHUNK, DUMPABLE, Loop, below, kill_until_none, prctl, processes
+from miles.sandboxes.guest.streams import Command, Connection, Listener, Supervisor, Upload
+
+HEADER = struct.Struct(">IBI")
+
+
+class Guest:
+    """The frames' reader and writer, and the streams by number."""
+
+    def __init__(self, text):
+        self.loop, self.text, self.streams, self.lines, self.frames = Loop(), text, {}, b"", bytearray()
+        self.own_streams, self.spare = itertools.count(1 << 31), None
+
+    def run(self):
+        prctl(DUMPABLE, 0)  # commands of the same user must not write into this process's pipes
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        found = [[pid, began] for pid, _, began in processes()]
+        self.tell(b"h", 0, pid=os.getpid(), uid=os.getuid(), python=sys.version.split()[0], processes=found)
+        self.spare = Supervisor()
+        self.loop.watch(0, self.read)
+        self.loop.run()
+
+    def supervisor(self):
+        """One for a new command; the next is made when there is time."""
+        found, self.spare = self.spare or Supervisor(), None
+        self.loop.later(0.0005, self.provide)
+        return found
+
+    def provide(self):
+        self.spare = self.spare or Supervisor()
+
+    def send(self, kind, stream, payload=b""):
+        data = HEADER.pack(len(payload), kind[0], stream) + payload
+        data = base64.b64encode(data) + b"\n" if self.text else data
+        while data:
+            data = data[os.write(1, data) :]
+
+    def tell(self, kind, stream, **facts):
+        self.send(kind, stream, json.dumps(facts).encode())
+
+    def fail(self, stream, error):
+        name = errno.errorcode.get(getattr(error, "errno", None) or 0, type(error).__name__)
+        self.tell(b"!", stream, error=name, message=str(getattr(error, "strerror", None) or error))
+
+    def ended(self, which):
+        self.streams.pop(which.stream, None)
+
+    def read(self):
+        data = os.read(0, CHUNK)
+        if not data:  # the host is gone
+            kill_until_none(lambda: below(os.getpid()))
+            os._exit(0)
+        if self.text:
+            *lines, self.lines = (self.lines + data).split(b"\n")
+            data = b"".join(base64.b64decode(line) for line in lines)
+        self.frames += data
+        while len(self.frames) >= HEADER.size:
+            size, kind, stream = HEADER.unpack_from(self.frames)
+            if len(self.frames) < HEADER.size + size:
+                return
+            payload = bytes(self.frames[HEADER.size : HEADER.size + size])
+            del self.frames[: HEADER.size + size]
+            self.take(chr(kind), stream, payload)
+
+    def take(self, kind, stream, payload):
+        if kind in "RLCGPQ":
+            try:
+                self.open(kind, stream, json.loads(payload.decode()))
+            except Exception as error:  # told, never raised: the other streams go on
+                self.fail(stream, error)
+            return
+        known = self.streams.get(stream)
+        if known is None:
+            return
+        if kind == "I":
+            known.input.feed(payload)
+        elif kind == "E":
+            known.input.end()
+            if isinstance(known, Connection):
+                known.close_if_over()
+        elif kind == "A":
+            known.acknowledge(struct.unpack(">I", payload)[0])
+        elif kind == "K":
+            known.kill(json.loads(payload.decode())["signal"])
+
+    def open(self, kind, stream, ask):
+        if kind == "R":
+            self.streams[stream] = Command(self, stream, ask)
+        elif kind == "L":
+            self.streams[stream] = Listener(self, stream, ask)
+        elif kind == "C":
+            connected = socket.create_connection(("127.0.0.1", ask["port"]), 5)
+            self.streams[stream] = Connection(self, stream, connected)
+            self.tell(b"s", stream)
+        elif kind == "P":
+            self.streams[stream] = Upload(self, stream, ask)
+        elif kind == "G":
+            self.download(stream, ask)
+        else:
+            self.silence(stream, ask)
+
+    def download(self, stream, ask):
+        with open(ask["path"], "rb") as file:
+            data = file.read(ask["most"] + 1)
+        if len(data) > ask["most"]:
+            raise ValueError("larger than %d bytes" % ask["most"])
+        for at in range(0, len(data), CHUNK):
+            self.send(b"d", stream, data[at : at + CHUNK])
+        self.tell(b"x", stream)
+
+    def silence(self, stream, ask):
+        """End every process but those that were there before any command, and this one."""
+        spared = {(pid, began) for pid, began in ask["spare"]}
+        own = os.getpid()
+        kill_until_none(
+            lambda: [pid for pid, _, began in processes() if pid not in (1, own) and (pid, began) not in spared]
+        )
+        self.tell(b"x", stream)
+
+
+if __name__ == "__main__":
+    Guest("text" in sys.argv[1:]).run()

@@ -1,0 +1,347 @@
+"""What a stream's number can stand for: a command, a connection, a port, a file that is written."""
+
+import errno
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import time
+
+from miles.sandboxes.guest.base import (
+    CHUNK,
+    DRAIN_S,
+    SUBREAPER,
+    WINDOW,
+    Kept,
+    Sink,
+    below,
+    kill,
+    kill_until_none,
+    oom_kills,
+    prctl,
+    user_changer,
+)
+
+
+class Supervisor:
+    """A process that will start one command and adopt its orphans, so that all it started can be found and ended.
+
+    It is made before it is needed: a fork of Python costs more than most commands.
+    """
+
+    def __init__(self):
+        ends = [os.pipe() for _ in range(5)]
+        (asked, ask), (stdin, put), (out, stdout), (err, stderr), (told, status) = ends
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                supervise(asked, stdin, stdout, stderr, status)
+            finally:
+                os._exit(125)
+        for fd in (asked, stdin, stdout, stderr, status):
+            os.close(fd)
+        self.ask, self.put, self.out, self.err, self.told = ask, put, out, err, told
+
+    def start(self, ask):
+        data = json.dumps(ask).encode()
+        while data:
+            data = data[os.write(self.ask, data) :]
+        os.close(self.ask)
+
+
+def supervise(asked, stdin, stdout, stderr, status):
+    """Start the command, wait for it and for every orphan of it; never returns."""
+    os.setsid()
+    prctl(SUBREAPER, 1)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(nothing, fd)
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) not in (asked, stdin, stdout, stderr, status):
+            try:
+                os.close(int(name))
+            except OSError:
+                pass
+    try:  # the kernel, out of memory, shall rather take this than what looks after it
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("500")
+    except OSError:
+        pass
+    with os.fdopen(asked, "rb") as file:
+        data = file.read()
+    if not data:
+        os._exit(0)
+    child = begin(json.loads(data.decode()), stdin, stdout, stderr)
+    for fd in (stdin, stdout, stderr):
+        os.close(fd)
+    if isinstance(child, int):
+        os.write(status, struct.pack(">i", child << 8))
+        os._exit(0)
+    while True:
+        try:
+            pid, how = os.wait()
+        except ChildProcessError:
+            os._exit(0)
+        if pid == child.pid:
+            os.write(status, struct.pack(">i", how))
+
+
+def begin(ask, stdin, stdout, stderr):
+    """The command's process; when it cannot start, the exit code that a shell would give, its reason on `stderr`."""
+    environment = dict(os.environ, **ask.get("env", {}))
+    more = {}
+    try:
+        if ask.get("user"):
+            more["preexec_fn"] = user_changer(ask["user"], environment)
+        return subprocess.Popen(
+            ask["argv"],
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            env=environment,
+            cwd=ask.get("cwd"),
+            start_new_session=True,
+            **more,
+        )
+    except Exception as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        os.write(stderr, ("cannot start %s: %s\n" % (ask["argv"][0], reason)).encode("utf-8", "replace"))
+        return 126 if getattr(error, "errno", None) == errno.EACCES else 127
+
+
+class Command:
+    """A command, from its start to its end."""
+
+    def __init__(self, guest, stream, ask):
+        self.guest, self.stream = guest, stream
+        self.limit, self.began, self.ooms = ask.get("limit"), time.monotonic(), oom_kills()
+        self.status, self.timed_out, self.over, self.unread = None, False, False, 0
+        supervisor = guest.supervisor()
+        supervisor.start(ask)
+        self.supervisor, self.told = supervisor.pid, supervisor.told
+        self.input = Sink(guest, stream, supervisor.put)
+        self.outputs = {supervisor.out: b"o", supervisor.err: b"e"}
+        self.kept = {kind: Kept(self.limit) for kind in (b"o", b"e")} if self.limit is not None else {}
+        for fd in self.outputs:
+            os.set_blocking(fd, False)
+            guest.loop.watch(fd, self.reader(fd))
+        guest.loop.watch(self.told, self.ended)
+        if ask.get("timeout"):
+            guest.loop.later(ask["timeout"], self.expire)
+        if self.limit is None:
+            guest.tell(b"s", stream, pid=self.supervisor)
+
+    def reader(self, fd):
+        def read():
+            try:
+                data = os.read(fd, CHUNK)
+            except BlockingIOError:
+                return False
+            if not data:
+                self.guest.loop.watch(fd)
+                os.close(fd)
+                del self.outputs[fd]
+                self.finish_if_read()
+            elif self.over:
+                pass  # the command has ended; what it left behind must not meet a closed pipe
+            elif self.kept:
+                self.kept[self.outputs[fd]].feed(data)
+            else:
+                self.guest.send(self.outputs[fd], self.stream, data)
+                self.unread += len(data)
+                if self.unread >= WINDOW:
+                    for held in self.outputs:
+                        self.guest.loop.watch(held)
+            return bool(data)
+
+        return read
+
+    def acknowledge(self, count):
+        held, self.unread = self.unread >= WINDOW, self.unread - count
+        if held and self.unread < WINDOW:
+            for fd in self.outputs:
+                self.guest.loop.watch(fd, self.reader(fd))
+
+    def ended(self):
+        data = os.read(self.told, 4)
+        if data:
+            self.status = struct.unpack(">i", data)[0]
+            self.guest.loop.later(DRAIN_S, self.finish)
+            self.finish_if_read()
+            return
+        self.guest.loop.watch(self.told)  # the supervisor has ended: nothing of the command is left
+        os.close(self.told)
+        os.waitpid(self.supervisor, 0)
+        self.supervisor = None
+        if self.status is None:
+            self.status = signal.SIGKILL
+        self.finish_if_read()
+        if not self.outputs:
+            self.finish()
+
+    def finish_if_read(self):
+        if self.status is not None and not self.outputs:
+            self.finish()
+
+    def finish(self):
+        if self.over:
+            return
+        if self.unread >= WINDOW:  # the host has not taken yet what there was before the end
+            self.guest.loop.later(DRAIN_S, self.finish)
+            return
+        for fd in list(self.outputs):  # what was written before the end belongs to it
+            read = self.reader(fd)
+            while not self.over and self.unread < WINDOW and read():
+                pass
+        if self.over:
+            return
+        self.over = True
+        self.input.finish()
+        for fd in self.outputs:
+            self.guest.loop.watch(fd, self.reader(fd))
+        dropped = 0
+        for kind, kept in self.kept.items():
+            value = kept.value()
+            dropped += kept.dropped
+            for at in range(0, len(value), CHUNK):
+                self.guest.send(kind, self.stream, value[at : at + CHUNK])
+        signalled = os.WIFSIGNALED(self.status)
+        self.guest.tell(
+            b"x",
+            self.stream,
+            status=-os.WTERMSIG(self.status) if signalled else os.WEXITSTATUS(self.status),
+            timed_out=self.timed_out,
+            oom=oom_kills() > self.ooms,
+            dropped=dropped,
+            seconds=time.monotonic() - self.began,
+        )
+        self.guest.ended(self)
+
+    def expire(self):
+        if not self.over and self.status is None:
+            self.timed_out = True
+            self.kill()
+
+    def kill(self, number=signal.SIGKILL):
+        if self.supervisor is None:
+            return
+        if number == signal.SIGKILL:
+            kill_until_none(lambda: below(self.supervisor))
+            return
+        for pid in below(self.supervisor):
+            kill(pid, number)
+
+
+class SocketSink(Sink):
+    """The end of what is written closes one direction only."""
+
+    def finish(self):
+        try:
+            socket.socket.shutdown(self.guest.streams[self.stream].socket, socket.SHUT_WR)
+        except (OSError, KeyError):
+            pass
+
+
+class Connection:
+    """One TCP connection, carried over the channel."""
+
+    def __init__(self, guest, stream, connected):
+        self.guest, self.stream, self.socket = guest, stream, connected
+        self.unread, self.closed_here = 0, False
+        connected.setblocking(False)
+        self.input = SocketSink(guest, stream, connected.fileno(), self.read)
+        guest.loop.watch(connected.fileno(), self.read)
+
+    def read(self):
+        try:
+            data = self.socket.recv(CHUNK)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self.closed_here, self.input.reading = True, None
+            self.guest.loop.watch(self.socket.fileno(), None, self.input.flush if self.input.pending else None)
+            self.guest.send(b"f", self.stream)
+            self.close_if_over()
+            return
+        self.guest.send(b"d", self.stream, data)
+        self.unread += len(data)
+        if self.unread >= WINDOW:
+            self.input.reading = None
+            self.guest.loop.watch(self.socket.fileno(), None, self.input.flush if self.input.pending else None)
+
+    def acknowledge(self, count):
+        held, self.unread = self.unread >= WINDOW, self.unread - count
+        if held and self.unread < WINDOW and not self.closed_here:
+            self.input.reading = self.read
+            self.guest.loop.watch(self.socket.fileno(), self.read, self.input.flush if self.input.pending else None)
+
+    def close_if_over(self):
+        if self.closed_here and self.input.ending and not self.input.pending:
+            self.kill()
+
+    def kill(self, number=0):
+        self.guest.loop.watch(self.socket.fileno())
+        self.socket.close()
+        self.guest.ended(self)
+
+
+class Listener:
+    """A port inside; every connection to it is carried to the host."""
+
+    def __init__(self, guest, stream, ask):
+        self.guest, self.stream = guest, stream
+        self.socket = socket.socket()
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.socket.bind(("127.0.0.1", ask["port"]))
+        self.socket.listen(128)
+        guest.loop.watch(self.socket.fileno(), self.accept)
+        guest.tell(b"s", stream, port=self.socket.getsockname()[1])
+
+    def accept(self):
+        connected, _ = self.socket.accept()
+        stream = next(self.guest.own_streams)
+        self.guest.streams[stream] = Connection(self.guest, stream, connected)
+        self.guest.tell(b"c", stream, listener=self.stream)
+
+    def kill(self, number=0):
+        self.guest.loop.watch(self.socket.fileno())
+        self.socket.close()
+        self.guest.ended(self)
+
+
+class Upload:
+    """A file being written."""
+
+    def __init__(self, guest, stream, ask):
+        self.guest, self.stream, self.input, self.error = guest, stream, self, None
+        folder = os.path.dirname(ask["path"])
+        if folder:
+            os.makedirs(folder, exist_ok=True)
+        self.file = open(ask["path"], "wb")
+        if ask.get("mode"):
+            os.chmod(ask["path"], ask["mode"])
+
+    def feed(self, data):
+        try:
+            self.file.write(data)
+        except OSError as error:
+            self.error = self.error or error
+
+    def end(self):
+        try:
+            self.file.close()
+        except OSError as error:
+            self.error = self.error or error
+        if self.error is None:
+            self.guest.tell(b"x", self.stream)
+        else:
+            self.guest.fail(self.stream, self.error)
+        self.guest.ended(self)
+
+    def kill(self, number=0):
+        self.file.close()
+        self.guest.ended(self)

@@ -1,0 +1,211 @@
+"""One bubblewrap sandbox: how commands enter it, and how everything in it ends."""
+
+import asyncio
+import contextlib
+import fcntl
+import itertools
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from miles.errors import SandboxError, SandboxLost
+from miles.processes import owner_tag
+from miles.sandboxes.base import Connect, ExecResult, Image, SandboxSpec
+from miles.sandboxes.cgroups import Cgroup
+from miles.sandboxes.children import Child, ChildPipe, finished
+from miles.sandboxes.netns import serve_inside
+from miles.sandboxes.reaper import processes_with
+from miles.sandboxes.rootfs import Root, Writable, save
+
+__all__ = ["PATH", "LocalMachine"]
+
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_JOIN = 'ulimit -c 0; for d in $1; do echo $$ > "$d/cgroup.procs" || exit 125; done; shift; exec "$@"'
+_BEST_EFFORT = 'ulimit -c 0; ulimit -v "$1"; ulimit -f "$2"; shift 2; exec "$@"'
+_NS_GET_PARENT = 0xB702
+_counter = itertools.count()
+
+
+class LocalMachine:
+    """One bubblewrap sandbox."""
+
+    text = False
+
+    def __init__(
+        self,
+        name: str,
+        spec: SandboxSpec,
+        outer: Child,
+        init_pid: int,
+        *,
+        group: Cgroup | None,
+        nsenter: str,
+        root: Root,
+        writable: Writable | None,
+    ) -> None:
+        self._name, self._spec, self._outer, self._group = name, spec, outer, group
+        self._root, self._writable = root, writable
+        self._init_pid = init_pid
+        self._init = os.pidfd_open(init_pid)
+        self._namespace = os.readlink(f"/proc/{init_pid}/ns/pid")  # noqa: PTH115
+        self._fds: tuple[int, ...] = ()
+        spaces = ("-t", str(init_pid), "-m", "-p", "-n", "-i", "-u", "-r", "-w", "--preserve-credentials", "--")
+        network = ("-t", str(init_pid), "-n", "--preserve-credentials", "--")
+        if os.geteuid() == 0:
+            self._enter = [nsenter, "-U", *spaces]
+            self._enter_network = [nsenter, "-U", *network]
+        else:
+            # bwrap nests two user namespaces (to mount devpts it must be root in the outer one). Only the outer
+            # one owns the other namespaces, so an ordinary user enters it first and the inner one from inside.
+            self._fds = (_outer_userns(init_pid),)
+            inner = (nsenter, "--user=/proc/1/ns/user", "--preserve-credentials", "--")
+            self._enter = [nsenter, f"--user=/proc/self/fd/{self._fds[0]}", *spaces, *inner]
+            self._enter_network = [nsenter, f"--user=/proc/self/fd/{self._fds[0]}", *network]
+        self._own_pids = set(processes_with(None, self._namespace)) if group is None else set()
+        self._destroyed = False
+
+    @property
+    def id(self) -> str:
+        return self._name
+
+    async def open(self, argv: Sequence[str]) -> ChildPipe:
+        self._refuse_if_lost()
+        command = [*self._limited(), *self._enter, *argv]
+        return await ChildPipe(command, env=self._env(f"{self._name}.inside", None), pass_fds=self._fds).start()
+
+    async def run(self, argv: Sequence[str], **settings: Any) -> ExecResult:
+        self._refuse_if_lost()
+        if settings.get("user"):
+            raise SandboxError("the local backend has one user only")
+        timeout_s, cwd = settings["timeout_s"], settings.get("cwd")
+        mark = f"{self._name}.{next(_counter)}"
+        if cwd is not None:
+            argv = ["/bin/sh", "-c", 'cd "$1" && shift && exec "$@"', "sh", cwd, *argv]
+        ooms = self.oom_kills() or 0
+        began = time.monotonic()
+        child = Child(
+            [*self._limited(), *self._enter, *argv],
+            env=self._env(mark, settings.get("env")),
+            stdin=settings.get("stdin", b""),
+            limit=settings.get("max_output", 1 << 20),
+            pass_fds=self._fds,
+        )
+        timed_out = False
+        try:
+            try:
+                status = await asyncio.wait_for(child.wait(), timeout_s)
+            except TimeoutError:
+                timed_out, status = True, -signal.SIGKILL
+        finally:
+            if child.running:
+                await asyncio.shield(self._kill(child, mark))
+            child.close()
+        self._refuse_if_lost()
+        oom = (self.oom_kills() or 0) > ooms
+        return finished(child, status, timed_out=timed_out, oom=oom, began=began)
+
+    async def alive(self) -> bool:
+        return not self._lost()
+
+    def oom_kills(self) -> int | None:
+        return self._group.oom_kills() if self._group is not None else None
+
+    async def end_all(self) -> bool:
+        if self._group is not None:  # only entered commands are members, not the sandbox's own init
+            while self._group.members():
+                self._group.kill()
+                await asyncio.sleep(0.002)
+            return True
+        while pids := set(await asyncio.to_thread(processes_with, None, self._namespace)) - self._own_pids:
+            for pid in pids:  # whatever a process made of its environment: all of the namespace but its init
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            await asyncio.sleep(0.002)
+        return True
+
+    async def listen(self, connect: Connect, port: int) -> tuple[asyncio.Server, int] | None:
+        return await serve_inside(self._enter_network, connect, port, self._fds)
+
+    async def snapshot(self) -> Image:
+        if self._writable is not None:
+            return await asyncio.to_thread(save, self._root, self._writable, None)
+        folders = [path.strip("/") for path in ("/tmp", self._spec.workdir)]
+        most = self._spec.resources.disk_mib << 22
+        packed = await self.run(["tar", "-C", "/", "-cf", "-", *folders], timeout_s=120.0, max_output=most)
+        if packed.exit_code != 0 or packed.truncated:
+            raise SandboxError(f"sandbox {self._name} could not be packed: {packed.stderr.decode(errors='replace')}")
+        return await asyncio.to_thread(save, self._root, None, packed.stdout)
+
+    async def destroy(self) -> None:
+        if self._destroyed:
+            return
+        self._destroyed = True
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._init, signal.SIGKILL)
+        try:  # the outer bwrap reaps the init and ends by itself; killing it first could leave the init behind
+            await asyncio.wait_for(self._outer.wait(), 1)
+        except TimeoutError:
+            self._outer.kill()
+            await self._outer.wait()
+        self._outer.close()
+        for fd in (self._init, *self._fds):
+            os.close(fd)
+        if self._group is not None:
+            self._group.kill()
+            if not self._group.remove():
+                raise SandboxError(f"control group {self._group.folders} could not be removed")
+        if self._writable is not None:
+            await asyncio.to_thread(self._writable.remove)
+
+    def _limited(self) -> list[str]:
+        resources = self._spec.resources
+        if self._group is not None:
+            return ["/bin/sh", "-c", _JOIN, "sh", " ".join(str(folder) for folder in self._group.folders)]
+        blocks = str(resources.disk_mib * 2048)
+        return ["/bin/sh", "-c", _BEST_EFFORT, "sh", str(resources.memory_mib << 10), blocks]
+
+    def _env(self, mark: str, extra: Mapping[str, str] | None) -> dict[str, str]:
+        home = "/root" if self._root.lowers else self._spec.workdir
+        base = {"PATH": PATH, "HOME": home, "LANG": "C.UTF-8", "TERM": "dumb"}
+        return {
+            **base,
+            **self._root.env,
+            **self._spec.env,
+            **(extra or {}),
+            "MILES_OWNER": owner_tag(),
+            "MILES_EXEC": mark,
+        }
+
+    def _lost(self) -> bool:
+        gone = not os.path.exists(f"/proc/{self._init_pid}/ns/pid")  # noqa: PTH110
+        return self._destroyed or not self._outer.running or gone
+
+    def _refuse_if_lost(self) -> None:
+        if self._lost():
+            raise SandboxLost(f"sandbox {self._name} is gone; the episode starts again in a fresh one")
+
+    async def _kill(self, child: Child, mark: str) -> None:
+        """Kill a command and everything it started, also what left its session; repeat until none is left."""
+        child.kill()
+        for _ in range(50):
+            pids = await asyncio.to_thread(processes_with, f"MILES_EXEC={mark}", self._namespace)
+            if not pids:
+                break
+            for pid in pids:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+            await asyncio.sleep(0.01)
+        await child.wait()
+
+
+def _outer_userns(pid: int) -> int:
+    """A file descriptor of the parent of a process's user namespace (ioctl_ns(2), NS_GET_PARENT)."""
+    inner = os.open(f"/proc/{pid}/ns/user", os.O_RDONLY)
+    try:
+        return fcntl.ioctl(inner, _NS_GET_PARENT)
+    finally:
+        os.close(inner)

@@ -1,0 +1,270 @@
+"""A sandbox over any provider: what one can carry bytes to and from, and end, is all that a provider has to say.
+
+Commands, files and connections go through one long-lived process inside (`guest`). Where an image has no Python, each
+command is a process of the provider's own: slower, without streams.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from miles.errors import SandboxError, SandboxLost
+from miles.sandboxes.base import Connect, ExecResult, Image, Process, SandboxSpec
+from miles.sandboxes.channel import Channel, ChannelLost, Pipe
+from miles.sandboxes.children import check_timeout
+from miles.sandboxes.guest import GUEST
+
+__all__ = ["Machine", "MachineSandbox"]
+
+_START = 'p=$(command -v python3 || command -v python) || exit 127; exec "$p" -c "$@"'
+_RECEIVE = "import os;d=b'';exec('while len(d)<{0}:d+=os.read(0,{0}-len(d))');exec(compile(d,'miles','exec'))"
+"""What the process inside begins with: it reads its program, since everybody there sees its arguments."""
+_NO_PYTHON = "command -v python3 || command -v python"
+_READ = 'cat -- "$1" | head -c "$2"; test -f "$1"'
+_WRITE = 'mkdir -p -- "$(dirname -- "$1")" && cat > "$1"'
+
+
+class Machine(Protocol):
+    """One provider's live machine."""
+
+    text: bool
+    """Whether a pipe carries only text."""
+
+    @property
+    def id(self) -> str: ...
+
+    async def open(self, argv: Sequence[str]) -> Pipe:
+        """Start a process inside that stays. SandboxLost."""
+        ...
+
+    async def run(self, argv: Sequence[str], **settings: Any) -> ExecResult:
+        """A command without the process inside; settings as `Channel.run`'s."""
+        ...
+
+    async def alive(self) -> bool: ...
+
+    async def end_all(self) -> bool:
+        """End every process of commands from outside; False where only the inside can."""
+        ...
+
+    def oom_kills(self) -> int | None:
+        """How often the kernel killed for memory; None where only the inside can tell."""
+        ...
+
+    async def listen(self, connect: Connect, port: int) -> tuple[asyncio.Server, int] | None:
+        """A server of this process on a port inside; None where that is impossible."""
+        ...
+
+    async def snapshot(self) -> Image: ...
+
+    async def destroy(self) -> None: ...
+
+
+class MachineSandbox:
+    """One machine as a `Sandbox`. Call `start` first."""
+
+    def __init__(self, machine: Machine, spec: SandboxSpec) -> None:
+        self._machine, self._spec = machine, spec
+        self._channel: Channel | None = None
+        self._native = False
+        self._opening = asyncio.Lock()
+        self._spare: list[list[int]] = []
+        self._reached: dict[int, Connect] = {}
+        self._servers: list[asyncio.Server] = []
+        self._destroyed = False
+
+    @property
+    def id(self) -> str:
+        return self._machine.id
+
+    async def start(self, files: Mapping[str, bytes]) -> None:
+        """Open the way in and write `files`; nothing is left when that fails."""
+        try:
+            await self._open()
+            for path, data in files.items():
+                await self.write(path, data)
+        except BaseException:
+            await asyncio.shield(self.destroy())
+            raise
+
+    async def _open(self) -> Channel | None:
+        """The channel that is open, or a new one; None where the image has no Python."""
+        async with self._opening:
+            if self._destroyed:
+                raise SandboxLost(f"sandbox {self.id} is gone; the episode starts again in a fresh one")
+            if self._native or (self._channel is not None and not self._channel.lost.is_set()):
+                return self._channel
+            await self._hang_up()
+            try:
+                self._channel = await self._new_channel()
+                await self._listen_again(self._channel)
+            except ChannelLost:
+                if not await self._machine.alive():
+                    raise SandboxLost(f"sandbox {self.id} is gone; the episode starts again in a fresh one") from None
+                found = await self._machine.run(["/bin/sh", "-c", _NO_PYTHON], timeout_s=20.0)
+                if found.exit_code == 0:
+                    raise
+                self._native = True
+            return self._channel
+
+    async def _new_channel(self) -> Channel:
+        arguments = ["text"] if self._machine.text else []
+        program = GUEST.encode()
+        pipe = await self._machine.open(["/bin/sh", "-c", _START, "sh", _RECEIVE.format(len(program)), *arguments])
+        channel = Channel(pipe, text=self._machine.text)
+        try:
+            await channel.send_program(program)
+            told = await channel.start()
+            if not self._spare:
+                self._spare = [one for one in told["processes"] if one[0] != told["pid"]]
+        except BaseException:
+            await channel.close()
+            raise
+        return channel
+
+    async def _listen_again(self, channel: Channel) -> None:
+        for port, connect in self._reached.items():
+            await channel.listen(port, connect)
+
+    async def _hang_up(self) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close()
+
+    async def exec(
+        self,
+        command: str | Sequence[str],
+        *,
+        timeout_s: float = 60.0,
+        stdin: bytes = b"",
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        max_output: int = 1 << 20,
+    ) -> ExecResult:
+        check_timeout(timeout_s)
+        settings = {**self._settings(cwd, env), "timeout_s": timeout_s, "stdin": stdin, "max_output": max_output}
+        channel = await self._open()
+        before = self._machine.oom_kills()
+        if channel is None:
+            return await self._machine.run(_argv(command), **settings)
+        try:
+            result = await channel.run(_argv(command), **settings)
+        except ChannelLost as error:
+            if not await self._machine.alive():
+                raise SandboxLost(f"sandbox {self.id} is gone; the episode starts again in a fresh one") from error
+            await self._machine.end_all()
+            result = _killed()
+        after = self._machine.oom_kills()
+        if before is not None and after is not None and after > before and result.outcome in ("signal", "exited"):
+            return replace(result, outcome="oom") if result.exit_code != 0 else result
+        return result
+
+    async def spawn(
+        self, command: str | Sequence[str], *, cwd: str | None = None, env: Mapping[str, str] | None = None
+    ) -> Process:
+        return await (await self._streams()).spawn(_argv(command), **self._settings(cwd, env))
+
+    async def read(self, path: str, *, max_bytes: int = 1 << 24) -> bytes:
+        channel = await self._open()
+        if channel is not None:
+            try:
+                return await channel.get(path, max_bytes)
+            except OSError as error:
+                raise FileNotFoundError(f"{path}: {error.strerror}") from error
+        argv = ["/bin/sh", "-c", _READ, "sh", path, str(max_bytes + 1)]
+        result = await self._machine.run(argv, timeout_s=60.0, max_output=2 * max_bytes + 4)
+        if result.exit_code != 0:
+            raise FileNotFoundError(path)
+        if len(result.stdout) > max_bytes:
+            raise ValueError(f"{path} is larger than {max_bytes} bytes")
+        return result.stdout
+
+    async def write(self, path: str, data: bytes) -> None:
+        channel = await self._open()
+        if channel is not None:
+            try:
+                await channel.put(path, data)
+            except OSError as error:
+                raise OSError(error.errno, f"cannot write {path} in the sandbox: {error.strerror}") from error
+            return
+        result = await self._machine.run(["/bin/sh", "-c", _WRITE, "sh", path], stdin=data, timeout_s=60.0)
+        if result.exit_code != 0:
+            raise OSError(f"cannot write {path} in the sandbox: {result.text.strip()}")
+
+    async def forward(self, port: int) -> int:
+        await self._streams()
+
+        async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            try:
+                await (await self._streams()).dial(port, reader, writer)
+            except (OSError, SandboxError):
+                writer.close()
+
+        server = await asyncio.start_server(carry, "127.0.0.1", 0)
+        self._servers.append(server)
+        return int(server.sockets[0].getsockname()[1])
+
+    async def reach(self, connect: Connect, port: int = 0) -> int:
+        channel = await self._open()
+        if channel is not None:
+            port = await channel.listen(port, connect)
+            self._reached[port] = connect
+            return port
+        found = await self._machine.listen(connect, port)
+        if found is None:
+            raise SandboxError(
+                f"sandbox {self.id} has no python3, and no way to its network from outside: choose an image with Python"
+            )
+        self._servers.append(found[0])
+        return found[1]
+
+    async def snapshot(self) -> Image:
+        return await self._machine.snapshot()
+
+    async def quiesce(self) -> None:
+        """What answers afterwards was started afterwards: a command cannot have tampered with it."""
+        if not await self._machine.alive():
+            raise SandboxLost(f"sandbox {self.id} is gone; the episode starts again in a fresh one")
+        async with self._opening:
+            if await self._machine.end_all():
+                await self._hang_up()
+                return
+            fresh = await self._new_channel()
+            await fresh.silence(self._spare)
+            await self._hang_up()
+            self._channel = fresh
+            await self._listen_again(fresh)
+
+    async def destroy(self) -> None:
+        if self._destroyed:
+            return
+        self._destroyed = True
+        for server in self._servers:
+            server.close()
+        try:
+            await self._machine.destroy()
+        finally:
+            with contextlib.suppress(SandboxError):
+                await self._hang_up()
+
+    async def _streams(self) -> Channel:
+        channel = await self._open()
+        if channel is None:
+            raise SandboxError(f"sandbox {self.id} has no python3, which streams and ports need: choose another image")
+        return channel
+
+    def _settings(self, cwd: str | None, env: Mapping[str, str] | None) -> dict[str, Any]:
+        facts = {"cwd": cwd or self._spec.workdir, "env": {**self._spec.env, **(env or {})}}
+        return {**facts, "user": self._spec.user or None}
+
+
+def _argv(command: str | Sequence[str]) -> list[str]:
+    return ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
+
+
+def _killed() -> ExecResult:
+    """Of a command that ended the process which looked after it."""
+    words = b"the command ended every process of the sandbox\n"
+    return ExecResult(exit_code=None, stdout=b"", stderr=words, outcome="signal", truncated=False, duration_s=0.0)
