@@ -29,7 +29,16 @@ from typing import Any, TypeVar
 
 from miles.errors import MilesError
 
-__all__ = ["Reply", "Worker", "deferred", "die_with_parent", "owner_tag", "process_tag", "scratch_folder"]
+__all__ = [
+    "Reply",
+    "Worker",
+    "deferred",
+    "die_with_parent",
+    "machine_tag",
+    "owner_tag",
+    "process_tag",
+    "scratch_folder",
+]
 
 Reply = Callable[..., None]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -53,7 +62,7 @@ def owner_tag() -> str:
 
 
 @cache
-def _machine() -> str:
+def machine_tag() -> str:
     """Names this boot of this machine, and this namespace of processes: only there can an owner's pid be looked up."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     told = boot.read_text() if boot.exists() else socket.gethostname()
@@ -62,7 +71,7 @@ def _machine() -> str:
 
 def scratch_folder(name: str, parent: Path | None = None) -> Path:
     """A new temporary folder of this process; folders of the same name whose owners are dead are removed."""
-    root, prefix = parent or Path(tempfile.gettempdir()), f"miles-{name}-{_machine()}-"
+    root, prefix = parent or Path(tempfile.gettempdir()), f"miles-{name}-{machine_tag()}-"
     for folder in root.glob(f"{prefix}*-*-*"):
         pid, start = folder.name.removeprefix(prefix).split("-")[:2]
         try:

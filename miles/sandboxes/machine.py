@@ -15,6 +15,7 @@ from miles.sandboxes.base import Connect, ExecResult, Image, Process, SandboxSpe
 from miles.sandboxes.channel import Channel, ChannelLost, Pipe
 from miles.sandboxes.children import check_timeout
 from miles.sandboxes.guest import GUEST
+from miles.sandboxes.native import END_ALL
 
 __all__ = ["Machine", "MachineSandbox"]
 
@@ -154,7 +155,7 @@ class MachineSandbox:
         except ChannelLost as error:
             if not await self._machine.alive():
                 raise SandboxLost(f"sandbox {self.id} is gone; the episode starts again in a fresh one") from error
-            await self._machine.end_all()
+            await self.quiesce()
             result = _killed()
         after = self._machine.oom_kills()
         if before is not None and after is not None and after > before and result.outcome in ("signal", "exited"):
@@ -230,6 +231,9 @@ class MachineSandbox:
         async with self._opening:
             if await self._machine.end_all():
                 await self._hang_up()
+                return
+            if self._native:
+                await self._machine.run(["/bin/sh", "-c", END_ALL], timeout_s=60.0)
                 return
             fresh = await self._new_channel()
             await fresh.silence(self._spare)

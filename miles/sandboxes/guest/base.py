@@ -145,7 +145,7 @@ def kill(pid, number=signal.SIGKILL):
 
 
 def processes():
-    """(pid, parent, when it started) of everything that lives."""
+    """(pid, parent, when it started, session) of everything that lives."""
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:
@@ -154,13 +154,13 @@ def processes():
             except OSError:
                 continue
             if fields[0] not in "ZX":
-                yield int(name), int(fields[1]), int(fields[19])
+                yield int(name), int(fields[1]), int(fields[19]), int(fields[3])
 
 
 def below(root):
     """Processes that descend from one, without it."""
     children = {}
-    for pid, parent, _ in processes():
+    for pid, parent, _, _ in processes():
         children.setdefault(parent, []).append(pid)
     found, waiting = [], [root]
     while waiting:
@@ -170,8 +170,8 @@ def below(root):
     return found
 
 
-def kill_until_none(find):
-    for _ in range(500):
+def kill_until_none(find, rounds=500):
+    for _ in range(rounds):
         found = find()
         for pid in found:
             kill(pid)

@@ -31,7 +31,7 @@ class Guest:
     def run(self):
         prctl(DUMPABLE, 0)  # commands of the same user must not write into this process's pipes
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        found = [[pid, began] for pid, _, began in processes()]
+        found = [[pid, began] for pid, _, began, _ in processes()]
         self.tell(b"h", 0, pid=os.getpid(), uid=os.getuid(), python=sys.version.split()[0], processes=found)
         self.spare = Supervisor()
         self.loop.watch(0, self.read)
@@ -126,12 +126,20 @@ class Guest:
         self.tell(b"x", stream)
 
     def silence(self, stream, ask):
-        """End every process but those that were there before any command, and this one."""
-        spared = {(pid, began) for pid, began in ask["spare"]}
-        own = os.getpid()
-        kill_until_none(
-            lambda: [pid for pid, _, began in processes() if pid not in (1, own) and (pid, began) not in spared]
-        )
+        """End every process but this one, those that were there before any command, and the init's session: no command
+        can become part of that, and what the init starts anew need not be ended again and again."""
+        spared, own = {(pid, began) for pid, began in ask["spare"]}, os.getpid()
+
+        def found():
+            there = list(processes())
+            first = [session for pid, _, _, session in there if pid == 1]
+            return [
+                pid
+                for pid, _, began, session in there
+                if pid not in (1, own) and session not in first and (pid, began) not in spared
+            ]
+
+        kill_until_none(found, 100)
         self.tell(b"x", stream)
 
 

@@ -50,6 +50,12 @@ class Supervisor:
             data = data[os.write(self.ask, data) :]
         os.close(self.ask)
 
+    def close(self):
+        """Let go of one that has ended."""
+        for fd in (self.ask, self.put, self.out, self.err, self.told):
+            os.close(fd)
+        os.waitpid(self.pid, 0)
+
 
 def supervise(asked, stdin, stdout, stderr, status):
     """Start the command, wait for it and for every orphan of it; never returns."""
@@ -119,7 +125,12 @@ class Command:
         self.limit, self.began, self.ooms = ask.get("limit"), time.monotonic(), oom_kills()
         self.status, self.timed_out, self.over, self.unread = None, False, False, 0
         supervisor = guest.supervisor()
-        supervisor.start(ask)
+        try:
+            supervisor.start(ask)
+        except OSError:  # a command has ended it before
+            supervisor.close()
+            supervisor = Supervisor()
+            supervisor.start(ask)
         self.supervisor, self.told = supervisor.pid, supervisor.told
         self.input = Sink(guest, stream, supervisor.put)
         self.outputs = {supervisor.out: b"o", supervisor.err: b"e"}
