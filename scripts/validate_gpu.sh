@@ -3,9 +3,10 @@
 #   trainer   ranks, layouts, heads, checkpoints agree (two GPUs if there are two)
 #   adapters  LoRA on one and on several ranks
 #   packing   tries with FlexAttention against rows          memory   chunked and fused heads against all logits
-#   recipe sync publish lora routing modes   whole runs on SGLang: scripts/validate_sglang.py; MODEL names SmolLM2 (a GGUF
-#             file or a directory), SGLANG_PYTHON and SGLANG_PATH a Python that has SGLang and what it needs on its path,
-#             SETTINGS settings of every run (engine.sglang.attention=triton …)
+#   recipe sync publish lora routing modes, and on two GPUs apart together kill transports affinity lost
+#             whole runs on SGLang: scripts/validate_sglang.py; MODEL names SmolLM2 (a GGUF file or a directory),
+#             SGLANG_PYTHON and SGLANG_PATH a Python that has SGLang and what it needs on its path, SETTINGS settings of
+#             every run (engine.sglang.attention=triton …)
 #   step      tokens per second against a plain loop         delta    differences against whole snapshots
 # PYTHON names the interpreter; WHEELS a folder of wheels to install first on a machine without a registry.
 set -uo pipefail
@@ -29,7 +30,7 @@ for part in "$@"; do
         memory) run="benchmarks.loss_memory --tokens 32768 --vocabulary 131072 --hidden 1024 --heads plain chunked liger" ;;
         step) run="benchmarks.train_step --hidden 2048 --layers 16 --vocabulary 65536 --rows 32 --prompt 1024 --answer 1024 --budget 16384 --dtype bfloat16" ;;
         delta) run="benchmarks.delta_sync --hidden 1024 --layers 24 --lr 1e-6" ;;
-        recipe | sync | publish | lora | routing | modes)
+        recipe | sync | publish | lora | routing | modes | apart | together | kill | transports | affinity | lost)
             run="scripts.validate_sglang $part --model ${MODEL:?names SmolLM2} --out $OUT/sglang"
             run="$run ${SGLANG_PYTHON:+--python $SGLANG_PYTHON} ${SGLANG_PATH:+--path $SGLANG_PATH} -- ${SETTINGS:-}"
             ;;
