@@ -227,9 +227,9 @@ class Channel:
         if self.lost.is_set():
             raise ChannelLost("the process inside the sandbox has ended")
         parts = [_HEADER.pack(len(payload), ord(kind), number) + payload for kind, number, payload in frames]
-        data = b"".join(parts)
         if self._text:
-            data = base64.b64encode(data) + b"\n"
+            parts = [b"<" + base64.b64encode(part) + b"\n" for part in parts]
+        data = b"".join(parts)
         try:
             async with self._writing:
                 await self._pipe.write(data)
@@ -243,7 +243,7 @@ class Channel:
             while data := await self._pipe.read():
                 if self._text:
                     *lines, line = (line + data).split(b"\n")
-                    data = b"".join(base64.b64decode(part) for part in lines)
+                    data = b"".join(base64.b64decode(part[1:]) for part in lines if part.startswith(b">"))
                 frames += data
                 while len(frames) >= _HEADER.size:
                     size, kind, number = _HEADER.unpack_from(frames)

@@ -19,19 +19,17 @@ from typing import Any
 
 from miles.config import Config
 from miles.errors import SandboxCreateFailed, SandboxError, SandboxLost, SandboxUnavailable
-from miles.processes import machine_tag, owner_tag
 from miles.sandboxes.base import Capabilities, Connect, ExecResult, Image, Sandbox, SandboxInfo, SandboxSpec
 from miles.sandboxes.machine import MachineSandbox
 from miles.sandboxes.native import run_native
 from miles.sandboxes.netns import serve_inside
-from miles.sandboxes.reaper import alive_owners
+from miles.sandboxes.provider import OWNER, Provider, labels_of
 
 __all__ = ["DockerBackend", "DockerConfig"]
 
 _WAIT = 'end=$(($(date +%s) + $0)); while [ "$(date +%s)" -lt "$end" ]; do sleep 5; done'
 _KEPT = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID")
 """What package managers and `su` need; not raw sockets, devices, or other containers' business."""
-_OWNER, _LABELS = "miles.owner", "miles.labels"
 
 
 class DockerConfig(Config):
@@ -45,15 +43,15 @@ class DockerConfig(Config):
     """The container runtime (runsc, kata …); empty: the engine's default."""
 
 
-class DockerBackend:
+class DockerBackend(Provider):
     """Makes containers."""
 
     name = "docker"
 
     def __init__(self, **settings: Any) -> None:
+        super().__init__()
         self.config = DockerConfig(**settings)
         self._client: Any = None
-        self._owner = f"{machine_tag()}:{owner_tag()}"
 
     def _docker(self) -> Any:
         if self._client is None:
@@ -163,43 +161,30 @@ class DockerBackend:
             "Cmd": [str(int(spec.ttl_s))],
             "WorkingDir": spec.workdir,
             "Env": [f"{name}={value}" for name, value in spec.env.items()],
-            "Labels": {_OWNER: self._owner, _LABELS: json.dumps(dict(spec.labels))},
+            "Labels": self.labels(spec.labels),
             "HostConfig": limits,
         }
 
     async def machines(self) -> list[SandboxInfo]:
-        filters = json.dumps({"label": [_OWNER]})
+        filters = json.dumps({"label": [OWNER]})
         async with _errors("containers could not be listed"):
             found = await self._docker().containers.list(all=True, filters=filters)
         infos = []
         for container in found:
-            labels = container["Labels"]
-            infos.append(
-                SandboxInfo(
-                    id=container.id,
-                    owner=labels[_OWNER],
-                    age_s=time.time() - float(container["Created"]),
-                    labels=json.loads(labels.get(_LABELS, "{}")),
-                )
-            )
+            told, age = container["Labels"], time.time() - float(container["Created"])
+            infos.append(SandboxInfo(id=container.id, owner=told[OWNER], age_s=age, labels=labels_of(told)))
         return infos
 
     async def reap(self) -> int:
-        alive = {f"{machine_tag()}:{tag}" for tag in await asyncio.to_thread(alive_owners)}
-
-        def dead(owner: str) -> bool:  # owners on other machines cannot be judged from here
-            return owner.startswith(f"{machine_tag()}:") and owner not in alive
-
-        orphans = [info.id for info in await self.machines() if dead(info.owner)]
-        await asyncio.gather(*map(self.remove, orphans))
-        docker = self._docker()
+        count, dead, docker = await super().reap(), await self.dead(), self._docker()
         async with _errors("snapshots could not be listed"):
-            for image in await docker.images.list(filters=json.dumps({"label": [_OWNER]})):
-                if dead((image.get("Labels") or {}).get(_OWNER, "")):
-                    with suppress(SandboxError):
-                        async with _errors("a snapshot could not be removed"):
-                            await docker.images.delete(image["Id"], force=True)
-        return len(orphans)
+            images = await docker.images.list(filters=json.dumps({"label": [OWNER]}))
+        for image in images:
+            if dead((image.get("Labels") or {}).get(OWNER, "")):
+                with suppress(SandboxError):
+                    async with _errors("a snapshot could not be removed"):
+                        await docker.images.delete(image["Id"], force=True)
+        return count
 
     async def remove(self, container_id: str) -> None:
         """End a container and delete it; one that is gone is no error."""
@@ -216,7 +201,7 @@ class DockerBackend:
 class DockerMachine:
     """One container."""
 
-    text = False
+    text, has_workdir = False, True
 
     def __init__(self, backend: DockerBackend, container: Any, spec: SandboxSpec) -> None:
         self._backend, self._container, self._spec = backend, container, spec
@@ -276,7 +261,7 @@ class DockerMachine:
     async def snapshot(self) -> Image:
         name = f"miles-snapshot:{self.id[:12]}-{time.time_ns()}"
         repository, _, tag = name.partition(":")
-        labels = f"LABEL {_OWNER}={self._backend._owner}"
+        labels = f"LABEL {OWNER}={self._backend.owner}"
         async with _errors(f"container {self.id[:12]} could not be kept"):
             await self._container.commit(repository=repository, tag=tag, changes=labels)
         return Image(snapshot=name)

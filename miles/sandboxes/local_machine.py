@@ -31,7 +31,7 @@ _counter = itertools.count()
 class LocalMachine:
     """One bubblewrap sandbox."""
 
-    text = False
+    text, has_workdir = False, True
 
     def __init__(
         self,

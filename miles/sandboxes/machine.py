@@ -32,6 +32,8 @@ class Machine(Protocol):
 
     text: bool
     """Whether a pipe carries only text."""
+    has_workdir: bool
+    """Whether it begins with the spec's work directory."""
 
     @property
     def id(self) -> str: ...
@@ -84,6 +86,8 @@ class MachineSandbox:
         """Open the way in and write `files`; nothing is left when that fails."""
         try:
             await self._open()
+            if not self._machine.has_workdir:
+                await self.exec(["mkdir", "-p", self._spec.workdir], cwd="/")
             for path, data in files.items():
                 await self.write(path, data)
         except BaseException:

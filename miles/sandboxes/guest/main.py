@@ -1,8 +1,8 @@
 """The frames' reader and writer.
 
 A frame is a payload's length (4 bytes), a kind (a letter), a stream's number (4 bytes) and the payload; with the
-argument `text` frames travel as lines of base64, for providers that carry only text. Kinds in capitals come from the
-host.
+argument `text` frames travel as lines of base64, marked by where they come from, for providers that carry only text and
+may add lines or echo them. Kinds in capitals come from the host.
 """
 
 import base64
@@ -48,7 +48,7 @@ class Guest:
 
     def send(self, kind, stream, payload=b""):
         data = HEADER.pack(len(payload), kind[0], stream) + payload
-        data = base64.b64encode(data) + b"\n" if self.text else data
+        data = b">" + base64.b64encode(data) + b"\n" if self.text else data
         while data:
             data = data[os.write(1, data) :]
 
@@ -69,7 +69,7 @@ class Guest:
             os._exit(0)
         if self.text:
             *lines, self.lines = (self.lines + data).split(b"\n")
-            data = b"".join(base64.b64decode(line) for line in lines)
+            data = b"".join(base64.b64decode(line[1:]) for line in lines if line.startswith(b"<"))
         self.frames += data
         while len(self.frames) >= HEADER.size:
             size, kind, stream = HEADER.unpack_from(self.frames)

@@ -1,0 +1,98 @@
+"""What providers with an account or a daemon have in common: whose machine it is, and whom the reaper may judge."""
+
+import asyncio
+import json
+import shlex
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from miles.errors import SandboxError, SandboxLost, SandboxUnavailable
+from miles.processes import machine_tag, owner_tag
+from miles.sandboxes.base import SandboxInfo
+from miles.sandboxes.reaper import alive_owners
+
+__all__ = ["LABELS", "OWNER", "Provider", "TextQueue", "in_time", "labels_of", "missing", "shell"]
+
+T = TypeVar("T")
+OWNER, LABELS = "miles-owner", "miles-labels"
+
+
+class Provider:
+    """Base of such backends: `machines` and `remove` are theirs."""
+
+    def __init__(self) -> None:
+        self.owner = f"{machine_tag()}:{owner_tag()}"
+
+    async def machines(self) -> list[SandboxInfo]:
+        raise NotImplementedError
+
+    async def remove(self, machine_id: str) -> None:
+        """End a machine; one that is gone is no error."""
+        raise NotImplementedError
+
+    def labels(self, labels: Mapping[str, str]) -> dict[str, str]:
+        """What the provider is asked to remember."""
+        return {OWNER: self.owner, LABELS: json.dumps(dict(labels))}
+
+    async def dead(self) -> Callable[[str], bool]:
+        """Whether an owner has ended. Owners on other machines cannot be judged from here: their time to live can."""
+        alive = {f"{machine_tag()}:{tag}" for tag in await asyncio.to_thread(alive_owners)}
+        return lambda owner: owner.startswith(f"{machine_tag()}:") and owner not in alive
+
+    async def reap(self) -> int:
+        """Destroy what dead owners left behind; returns how many."""
+        dead = await self.dead()
+        orphans = [info.id for info in await self.machines() if dead(info.owner)]
+        done = await asyncio.gather(*map(self.remove, orphans), return_exceptions=True)
+        return sum(result is None for result in done)
+
+
+def labels_of(told: Mapping[str, str]) -> dict[str, str]:
+    """Our labels in what a provider remembers."""
+    try:
+        found = json.loads(told.get(LABELS) or "{}")
+    except ValueError:
+        return {}
+    return {str(name): str(value) for name, value in found.items()} if isinstance(found, dict) else {}
+
+
+async def in_time(work: Awaitable[T], what: str, limit_s: float = 60.0) -> T:
+    """Await an SDK, which may have no deadline of its own. SandboxLost when it does not answer."""
+    try:
+        async with asyncio.timeout(limit_s):
+            return await work
+    except TimeoutError as error:
+        raise SandboxLost(f"{what}: no answer for {limit_s:g} s") from error
+
+
+class TextQueue:
+    """Outputs that an SDK hands to callbacks, as a pipe's reading side."""
+
+    def __init__(self) -> None:
+        self._parts: asyncio.Queue[bytes] = asyncio.Queue()
+        self._over = False
+
+    def feed(self, text: str | bytes) -> None:
+        if data := text.encode() if isinstance(text, str) else text:
+            self._parts.put_nowait(data)
+
+    def end(self, *_: Any) -> None:
+        self._parts.put_nowait(b"")
+
+    async def read(self) -> bytes:
+        """Empty from the end on."""
+        if self._over:
+            return b""
+        data = await self._parts.get()
+        self._over = not data
+        return data
+
+
+def shell(argv: Sequence[str]) -> str:
+    """A command line as a shell's text."""
+    return shlex.join(argv)
+
+
+def missing(package: str, extra: str, error: ImportError) -> SandboxError:
+    """What to install."""
+    return SandboxUnavailable(f"the {extra} backend needs {package}: pip install 'miles-hub[{extra}]' ({error})")
