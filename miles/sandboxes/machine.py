@@ -19,7 +19,7 @@ from miles.sandboxes.native import END_ALL
 
 __all__ = ["Machine", "MachineSandbox"]
 
-_START = 'p=$(command -v python3 || command -v python) || exit 127; exec "$p" -c "$@"'
+_START = 'command -v python3 > /dev/null && exec python3 -c "$@"; exec python -c "$@"'  # no process but one
 _RECEIVE = "import os;d=b'';exec('while len(d)<{0}:d+=os.read(0,{0}-len(d))');exec(compile(d,'miles','exec'))"
 """What the process inside begins with: it reads its program, since everybody there sees its arguments."""
 _NO_PYTHON = "command -v python3 || command -v python"
@@ -239,6 +239,9 @@ class MachineSandbox:
             if self._native:
                 await self._machine.run(["/bin/sh", "-c", END_ALL], timeout_s=60.0)
                 return
+            if self._channel is not None:  # makes room for a new process, where there is none left
+                with contextlib.suppress(SandboxLost):
+                    await self._channel.silence(self._spare)
             fresh = await self._new_channel()
             await fresh.silence(self._spare)
             await self._hang_up()

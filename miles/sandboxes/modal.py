@@ -20,6 +20,7 @@ from miles.sandboxes.provider import OWNER, Provider, in_time, labels_of, missin
 
 __all__ = ["ModalBackend", "ModalConfig"]
 
+_PIECE = 1 << 20  # bytes between two drains
 _LONGEST_S = 24 * 3600  # that Modal lets a machine live
 
 
@@ -221,8 +222,9 @@ class ModalPipe:
 
     async def write(self, data: bytes) -> None:
         async with _errors("a machine's process", failure=SandboxLost):
-            self._process.stdin.write(data)
-            await in_time(self._process.stdin.drain.aio(), "writing to a process")
+            for at in range(0, len(data), _PIECE):
+                self._process.stdin.write(data[at : at + _PIECE])
+                await in_time(self._process.stdin.drain.aio(), "writing to a process")
 
     async def close(self) -> None:
         with suppress(Exception):  # the machine may be gone already

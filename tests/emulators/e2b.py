@@ -115,7 +115,7 @@ class E2B(Cloud):
         path = scope.get("path", "")
         if path.startswith("/process.Process/"):
             await self.rpc(scope, receive, send)
-            return
+            return None
         headers = dict(scope["headers"])
         if path not in ("/health", "/files"):
             self.asked.append(f"{scope['method']} {path}")

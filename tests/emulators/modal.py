@@ -1,4 +1,4 @@
-"""Modal's API and command router, for the real SDK: both generations of sandboxes (MODAL_SANDBOX_V2=0 chooses the first).
+"""Modal's API and command router, for the real SDK: both generations of sandboxes (MODAL_SANDBOX_V2=0: the first).
 
 The messages and the lists of methods are those that the SDK ships; what a process does happens in a local sandbox.
 """
@@ -33,7 +33,12 @@ class Execution:
     """A started command: what it wrote so far, for readers that come back."""
 
     def __init__(self, process):
-        self.process, self.outputs, self.over, self.news = process, {"stdout": b"", "stderr": b""}, False, asyncio.Event()
+        self.process, self.outputs, self.over, self.news = (
+            process,
+            {"stdout": b"", "stderr": b""},
+            False,
+            asyncio.Event(),
+        )
         self.written = 0
         self.following = asyncio.create_task(self.follow())
 
@@ -55,7 +60,7 @@ class Modal(Cloud):
 
     def __init__(self):
         super().__init__("sb-")
-        self.url, self.executions, self.images = "", {}, {}
+        self.url, self.executions, self.secrets = "", {}, {}
 
     # the API
     async def ClientHello(self, request):
@@ -74,6 +79,11 @@ class Modal(Cloud):
 
     async def ImageFromId(self, request):
         return api_pb2.ImageFromIdResponse(image_id=request.image_id)
+
+    async def SecretGetOrCreate(self, request):
+        name = f"st-{len(self.secrets)}"
+        self.secrets[name] = dict(request.env_dict)
+        return api_pb2.SecretGetOrCreateResponse(secret_id=name)
 
     async def AuthTokenGet(self, request):
         return api_pb2.AuthTokenGetResponse(token=token())
@@ -206,7 +216,10 @@ class Modal(Cloud):
 
     @contextlib.asynccontextmanager
     async def served(self):
-        services = [Service(self, api_grpc.ModalClientBase), Service(self, task_command_router_grpc.TaskCommandRouterBase)]
+        services = [
+            Service(self, api_grpc.ModalClientBase),
+            Service(self, task_command_router_grpc.TaskCommandRouterBase),
+        ]
         server = Server(services)
         await server.start("127.0.0.1", 0)
         port = server._server.sockets[0].getsockname()[1]

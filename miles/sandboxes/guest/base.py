@@ -126,13 +126,20 @@ def user_changer(name, environment):
     """What makes a new process another user's; KeyError for one that is not known."""
     import pwd
 
-    entry = pwd.getpwuid(int(name)) if str(name).isdigit() else pwd.getpwnam(name)
-    environment.update(HOME=entry.pw_dir, USER=entry.pw_name, LOGNAME=entry.pw_name)
+    try:
+        entry = pwd.getpwuid(int(name)) if str(name).isdigit() else pwd.getpwnam(name)
+        uid, gid, groups = entry.pw_uid, entry.pw_gid, os.getgrouplist(entry.pw_name, entry.pw_gid)
+        environment.update(HOME=entry.pw_dir, USER=entry.pw_name, LOGNAME=entry.pw_name)
+    except KeyError:
+        if not str(name).isdigit():
+            raise
+        uid = gid = int(name)
+        groups = []
 
     def change():
-        os.initgroups(entry.pw_name, entry.pw_gid)
-        os.setgid(entry.pw_gid)
-        os.setuid(entry.pw_uid)
+        os.setgroups(groups)
+        os.setgid(gid)
+        os.setuid(uid)
 
     return change
 

@@ -33,7 +33,7 @@ class Guest:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         found = [[pid, began] for pid, _, began, _ in processes()]
         self.tell(b"h", 0, pid=os.getpid(), uid=os.getuid(), python=sys.version.split()[0], processes=found)
-        self.spare = Supervisor()
+        self.provide()
         self.loop.watch(0, self.read)
         self.loop.run()
 
@@ -44,7 +44,10 @@ class Guest:
         return found
 
     def provide(self):
-        self.spare = self.spare or Supervisor()
+        try:
+            self.spare = self.spare or Supervisor()
+        except OSError:  # no room for another process: the next command says so
+            pass
 
     def send(self, kind, stream, payload=b""):
         data = HEADER.pack(len(payload), kind[0], stream) + payload

@@ -235,14 +235,17 @@ class Command:
             self.timed_out = True
             self.kill()
 
-    def kill(self, number=signal.SIGKILL):
+    def kill(self, number=signal.SIGKILL, tries=100):
         if self.supervisor is None:
             return
+        found = below(self.supervisor)
         if number == signal.SIGKILL:
             kill_until_none(lambda: below(self.supervisor))
-            return
-        for pid in below(self.supervisor):
-            kill(pid, number)
+        else:
+            for pid in found:
+                kill(pid, number)
+        if not found and self.status is None and tries:  # it is only just being started
+            self.guest.loop.later(0.01, lambda: self.kill(number, tries - 1))
 
 
 class SocketSink(Sink):
