@@ -20,7 +20,14 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "guess-number": "miles.envs.toy:GuessNumberTaskset",
     },
     "harnesses": {"react": "miles.harnesses.react:ReactHarness"},
-    "sandboxes": {"local": "miles.sandboxes.local:LocalBackend"},
+    "sandboxes": {
+        "local": "miles.sandboxes.local:LocalBackend",
+        "docker": "miles.sandboxes.docker:DockerBackend",
+        "e2b": "miles.sandboxes.e2b:E2BBackend",
+        "agentenv": "miles.sandboxes.e2b:AgentEnvBackend",
+        "modal": "miles.sandboxes.modal:ModalBackend",
+        "daytona": "miles.sandboxes.daytona:DaytonaBackend",
+    },
     "engines": {
         "embedded": "miles.rollout.engines.embedded:EmbeddedEngine",
         "inprocess": "miles.rollout.engines.inprocess:InProcessEngine",

@@ -112,7 +112,7 @@ async def publish_some(
         f"{size:.1f} MB; checksum {verdict}",
         flush=True,
     )
-    return same
+    return bool(same)
 
 
 async def checksums(url: str) -> Any:

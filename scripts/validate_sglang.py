@@ -39,7 +39,16 @@ NCCL = ["publish.kind=broadcast", "publish.backend=nccl"]
 APART = ["engine.sglang.gpus=[1]", "engine.sglang.memory=0.6", *NCCL]
 TOGETHER = ["engine.sglang.gpus=[]", "engine.sglang.memory=0.3", "publish.kind=safetensors"]
 TWO_SERVERS = ["engine.sglang.servers=2", "engine.sglang.gpus=[0,1]", *TOGETHER[1:]]
-STEP_NAMES = ("step_s", "wait_s", "train_s", "publish_s", "pause_s", "transfer_s", "trainer_idle", "staleness/mean")
+STEP_NAMES: tuple[str, ...] = (
+    "step_s",
+    "wait_s",
+    "train_s",
+    "publish_s",
+    "pause_s",
+    "transfer_s",
+    "trainer_idle",
+    "staleness/mean",
+)
 STEP_NAMES += ("tokens_per_s", "engine/prefix_hit", "logprob_diff/mean", "reward/mean")
 
 
@@ -210,7 +219,7 @@ def show(steps: Metrics, names: Iterable[str]) -> None:
 
 
 def main() -> None:
-    parts = ("recipe", "sync", "publish", "lora", "routing", "modes")
+    parts: tuple[str, ...] = ("recipe", "sync", "publish", "lora", "routing", "modes")
     parts += ("apart", "together", "kill", "transports", "affinity", "lost")
     own, _, settings = (list(part) for part in _split(sys.argv[1:]))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -1,10 +1,12 @@
 """The agent layer: a program drives the model through the session's endpoint."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
-from miles.errors import ConfigError
+from miles.errors import ConfigError, HarnessError
 from miles.sandboxes.base import Sandbox
 from miles.types import Env, Observation, Task
 
@@ -31,6 +33,15 @@ class AgentContext:
     endpoint: Endpoint
     deadline: float
     log: Callable[[str], None]
+
+    async def endpoint_inside(self) -> Endpoint:
+        """The model as programs in the sandbox reach it, also where there is no network: a port of theirs that leads to
+        the session's server and nowhere else. SandboxError where the sandbox has no way out."""
+        if self.sandbox is None:
+            raise HarnessError("this task has no sandbox to run a program in")
+        parts = urlsplit(self.endpoint.base_url)
+        port = await self.sandbox.reach(lambda: asyncio.open_connection(parts.hostname, parts.port))
+        return replace(self.endpoint, base_url=parts._replace(netloc=f"127.0.0.1:{port}").geturl())
 
 
 class Harness(Protocol):

@@ -12,7 +12,7 @@ from typing import Any
 
 from miles.config import build
 from miles.envs.base import Taskset
-from miles.errors import ConfigError, MilesError
+from miles.errors import ConfigError, MilesError, SandboxError
 from miles.harnesses.base import as_harness
 from miles.recipes.config import RunConfig
 from miles.recipes.gguf import convert, find
@@ -33,7 +33,7 @@ from miles.rollout.rendering.rendering import Rendering
 from miles.rollout.scheduler import AsyncRollout
 from miles.rollout.session.server import SessionServer
 from miles.runs import RunFolder
-from miles.sandboxes.pool import SandboxPool
+from miles.sandboxes.pool import SandboxPool, make_backend
 from miles.trainer.checkpoints import read_state
 from miles.trainer.data.rows import Row, demonstration_row
 from miles.trainer.loop import Driver, TrainConfig
@@ -178,9 +178,10 @@ async def _parts(
         warmed = folder.path / _WARMED
         others = _others(config, warmed if warmed.is_dir() else model)
         trainer = Trainer(model, folder.logs, config.trainer, seed=config.run.seed, others=others)
-        pool = SandboxPool(_backend(config), config.sandbox)
-        capabilities = await pool.start()
+        pool = SandboxPool(make_backend(config.sandbox), config.sandbox)
         stack.push_async_callback(pool.close)
+        capabilities = await pool.start()
+        _check_sandboxes(taskset, pool)
         engine_up = asyncio.ensure_future(engine.start())
         stack.callback(engine_up.cancel)
         await stack.enter_async_context(trainer)
@@ -334,8 +335,15 @@ async def _publish_when_wanted(engine: Engine, publisher: Publisher) -> None:
             await asyncio.sleep(5.0)
 
 
-def _backend(config: RunConfig) -> Any:
-    return resolve("sandboxes", config.sandbox.backend)(allow_unisolated=config.sandbox.allow_unisolated)
+def _check_sandboxes(taskset: Taskset, pool: SandboxPool) -> None:
+    """Whether the backend can make what the tasks need, before the first of them fails of it."""
+    for task in taskset.tasks("train")[:1000]:
+        spec = taskset.sandbox(task)
+        if spec is not None:
+            try:
+                pool.settled(spec)
+            except SandboxError as error:
+                raise ConfigError(f"task {task.id!r}: {error}") from error
 
 
 def _engine(config: RunConfig, model: Path, folder: RunFolder) -> Engine:

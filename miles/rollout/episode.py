@@ -226,6 +226,10 @@ class EpisodeRunner:
         self.config = config or EpisodeConfig()
         self._taskset, self._server, self._pool, self._generate = taskset, server, pool, generate
 
+    def metrics(self) -> dict[str, float]:
+        """Of the sandboxes, since the last call."""
+        return self._pool.metrics()
+
     async def run(self, job: Job) -> Episode:
         """One attempt at a task."""
         wall = job.task.limits.wall_s if job.task.limits else self.config.wall_s

@@ -160,7 +160,7 @@ class AsyncRollout:
     def counters(self) -> dict[str, float]:
         """Counts since the last call, and what is in flight now."""
         counts, self._counts = self._counts, Counter()
-        return {**{name: float(count) for name, count in counts.items()}, **self.now()}
+        return {**{name: float(count) for name, count in counts.items()}, **self._runner.metrics(), **self.now()}
 
     def now(self) -> dict[str, float]:
         """What is going on at this moment."""

@@ -116,16 +116,17 @@ class Capabilities:
     users: bool = False
     snapshot: bool = False
     ttl: bool = False
+    """Whether machines end by themselves."""
+    least_ttl_s: float = 1.0
     notes: tuple[str, ...] = ()
 
     def lacks(self, spec: SandboxSpec) -> str:
         """Why a sandbox like `spec` cannot be had here; empty when it can."""
+        kind = spec.image.kind if spec.image is not None else ""
+        isolated = self.isolation != "none"  # else whoever allowed that has allowed the rest
         wants = [
-            (
-                spec.image is not None and spec.image.kind not in self.images,
-                f"images of kind {spec.image and spec.image.kind}",
-            ),
-            (spec.network == "none" and not self.network_none, "switching the network off"),
+            (kind and kind not in self.images, f"images of kind {kind}"),
+            (isolated and spec.network == "none" and not self.network_none, "switching the network off"),
             (spec.network == "full" and not self.network_full, "network access"),
             (bool(spec.user) and not self.users, "commands of another user"),
         ]
@@ -226,6 +227,10 @@ class Sandbox(Protocol):
 
     async def snapshot(self) -> Image:
         """The file system as it is, to begin other sandboxes with. SandboxError where that cannot be had."""
+        ...
+
+    async def keepalive(self, ttl_s: float) -> None:
+        """Let the machine live `ttl_s` from now on, where its provider can change that."""
         ...
 
     async def quiesce(self) -> None:

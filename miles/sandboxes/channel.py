@@ -7,12 +7,15 @@ Docker. Providers need to carry bytes both ways, nothing else; `guest/main.py` s
 import asyncio
 import base64
 import contextlib
+import errno
 import itertools
 import json
 import logging
+import marshal
 import struct
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from signal import SIGKILL
 from typing import Any, Protocol
 
 from miles.errors import SandboxError, SandboxLost
@@ -97,7 +100,7 @@ class Channel:
         ask = {"argv": list(argv), "cwd": cwd, "env": dict(env or {}), "user": user}
         async with self._stream() as (number, stream):
             began = time.monotonic()
-            frames = [("R", json.dumps({**ask, "timeout": timeout_s, "limit": max_output}).encode())]
+            frames = [("R", _told({**ask, "timeout": timeout_s, "limit": max_output}))]
             frames += [("I", stdin[at : at + _CHUNK]) for at in range(0, len(stdin), _CHUNK)]
             outputs: dict[str, bytearray] = {"o": bytearray(), "e": bytearray()}
             try:
@@ -107,7 +110,7 @@ class Channel:
                         if kind in outputs:
                             outputs[kind] += payload
                         elif kind == "x":
-                            return _result(json.loads(payload), outputs, time.monotonic() - began)
+                            return _result(_facts(payload), outputs, time.monotonic() - began)
             except TimeoutError as error:
                 raise ChannelLost(f"no answer {_GRACE_S:g} s after a command's timeout") from error
             except asyncio.CancelledError:
@@ -119,7 +122,7 @@ class Channel:
         """End a command and all that it started; return when it is over."""
         with contextlib.suppress(SandboxLost, TimeoutError):
             async with asyncio.timeout(_GRACE_S):
-                await self._send(("K", number, b'{"signal": 9}'))
+                await self._send(("K", number, _told({"signal": 9})))
                 async for kind, _ in self._inbox(stream):
                     if kind == "x":
                         return
@@ -136,17 +139,17 @@ class Channel:
         with 126 or 127 and says why on its standard error."""
         number, stream = self._open()
         ask = {"argv": list(argv), "cwd": cwd, "env": dict(env or {}), "user": user}
-        await self._send(("R", number, json.dumps(ask).encode()))
+        await self._send(("R", number, _told(ask)))
         async for kind, payload in self._inbox(stream):
             if kind == "s":
-                return ChannelProcess(self, number, stream, int(json.loads(payload)["pid"]))
+                return ChannelProcess(self, number, stream, int(_facts(payload).get("pid", 0)))
         raise AssertionError("the inbox ends only with an error")
 
     async def get(self, path: str, most: int) -> bytes:
         """A file's content. FileNotFoundError, other OSErrors, ValueError when it is larger than `most` bytes."""
         data = bytearray()
         async with self._stream() as (number, stream), _in_time():
-            await self._send(("G", number, json.dumps({"path": path, "most": most}).encode()))
+            await self._send(("G", number, _told({"path": path, "most": most})))
             async for kind, payload in self._inbox(stream):
                 if kind == "x":
                     return bytes(data)
@@ -157,7 +160,7 @@ class Channel:
         """Write a file, making its folders. OSErrors as they come."""
         async with self._stream() as (number, stream), _in_time():
             parts = [("I", number, data[at : at + _CHUNK]) for at in range(0, len(data), _CHUNK)]
-            ask = json.dumps({"path": path, "mode": mode}).encode()
+            ask = _told({"path": path, "mode": mode})
             await self._send(("P", number, ask), *parts, ("E", number, b""))
             async for kind, _ in self._inbox(stream):
                 if kind == "x":
@@ -167,16 +170,16 @@ class Channel:
         """Carry every connection to a port inside (0: a free one) to what `connect` opens; the port."""
         number, stream = self._open()
         self._listeners[number] = connect
-        await self._send(("L", number, json.dumps({"port": port}).encode()))
+        await self._send(("L", number, _told({"port": port})))
         async for kind, payload in self._inbox(stream):
             if kind == "s":
-                return int(json.loads(payload)["port"])
+                return int(_facts(payload).get("port", 0))
         raise AssertionError("the inbox ends only with an error")
 
     async def dial(self, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Carry one connection to a port inside; returns when both directions have ended. OSError when none listens."""
         async with self._stream() as (number, stream):
-            await self._send(("C", number, json.dumps({"port": port}).encode()))
+            await self._send(("C", number, _told({"port": port})))
             async for kind, _ in self._inbox(stream):
                 if kind == "s":
                     break
@@ -185,7 +188,7 @@ class Channel:
     async def silence(self, spare: Sequence[Sequence[int]]) -> None:
         """End every process inside but those named as (pid, start time), and the one that answers."""
         async with self._stream() as (number, stream), _in_time():
-            await self._send(("Q", number, json.dumps({"spare": [list(one) for one in spare]}).encode()))
+            await self._send(("Q", number, _told({"spare": [list(one) for one in spare]})))
             async for kind, _ in self._inbox(stream):
                 if kind == "x":
                     return
@@ -219,7 +222,7 @@ class Channel:
                 raise ChannelLost("the process inside the sandbox has ended")
             kind, payload = await stream.inbox.get()
             if kind == "!":
-                raise _error(json.loads(payload))
+                raise _error(_facts(payload))
             if kind:
                 yield kind, payload
 
@@ -259,10 +262,10 @@ class Channel:
 
     def _take(self, kind: str, number: int, payload: bytes) -> None:
         if kind == "h" and not self._hello.done():
-            self._hello.set_result(json.loads(payload))
+            self._hello.set_result(_facts(payload))
         elif kind == "c":
             self._streams[number] = stream = _Stream()
-            connect = self._listeners.get(json.loads(payload)["listener"])
+            connect = self._listeners.get(_facts(payload).get("listener", 0))
             if connect is not None:
                 self._background(self._accepted(number, stream, connect))
         elif (known := self._streams.get(number)) is None:
@@ -295,7 +298,7 @@ class Channel:
         except OSError as error:
             log.warning("a sandbox's connection could not be carried on: %s", error)
             with contextlib.suppress(SandboxLost):
-                await self._send(("K", number, b'{"signal": 9}'))
+                await self._send(("K", number, _told({"signal": 9})))
         else:
             with contextlib.suppress(SandboxLost):
                 await self._carry(number, stream, reader, writer)
@@ -312,7 +315,7 @@ class Channel:
                 while data := await reader.read(_CHUNK):
                     await self.feed(number, stream, data)
             except ConnectionError:
-                await self._send(("K", number, b'{"signal": 9}'))
+                await self._send(("K", number, _told({"signal": 9})))
                 raise
             await self._send(("E", number, b""))
 
@@ -356,7 +359,7 @@ class Channel:
 
     async def signal(self, number: int, value: int) -> None:
         """Send a signal to all that a command started."""
-        await self._send(("K", number, json.dumps({"signal": value}).encode()))
+        await self._send(("K", number, _told({"signal": int(value)})))
 
     def inbox(self, stream: _Stream) -> AsyncIterator[tuple[str, bytes]]:
         """Frames of one stream."""
@@ -384,7 +387,7 @@ class ChannelProcess:
             return
         async for kind, payload in self._channel.inbox(self._stream):
             if kind == "x":
-                self.exit_code = int(json.loads(payload)["status"])
+                self.exit_code = int(_facts(payload).get("status", -SIGKILL))
                 self._channel.forget(self._number)
                 return
             if kind in names:
@@ -411,6 +414,23 @@ class ChannelProcess:
         return self.exit_code
 
 
+def _facts(payload: bytes) -> dict[str, Any]:
+    """What the process inside says; ChannelLost when it is not what that would say."""
+    try:
+        told = json.loads(payload)
+    except ValueError as error:
+        raise ChannelLost("the process inside the sandbox speaks another language") from error
+    if not isinstance(told, dict):
+        raise ChannelLost("the process inside the sandbox speaks another language")
+    return told
+
+
+def _told(facts: dict[str, Any]) -> bytes:
+    """For the process inside, in a form that every Python reads without an import. What it answers is JSON: nothing
+    from there is trusted so far."""
+    return marshal.dumps(facts, 2)
+
+
 @contextlib.asynccontextmanager
 async def _in_time(limit_s: float = 120.0) -> AsyncIterator[None]:
     try:
@@ -421,25 +441,21 @@ async def _in_time(limit_s: float = 120.0) -> AsyncIterator[None]:
 
 
 def _result(told: dict[str, Any], outputs: Mapping[str, bytearray], seconds: float) -> ExecResult:
-    status, timed_out = int(told["status"]), bool(told["timed_out"])
+    status, timed_out = int(told.get("status", -SIGKILL)), bool(told.get("timed_out"))
     signalled = status < 0 or status in (128 + 9, 128 + 15)
-    oom = bool(told["oom"]) and status != 0
+    oom = bool(told.get("oom")) and status != 0
     outcome = "timeout" if timed_out else "oom" if oom else "signal" if signalled else "exited"
     return ExecResult(
         exit_code=status if status >= 0 and not timed_out else None,
         stdout=bytes(outputs["o"]),
         stderr=bytes(outputs["e"]),
         outcome=outcome,  # type: ignore[arg-type]
-        truncated=bool(told["dropped"]),
+        truncated=bool(told.get("dropped")),
         duration_s=seconds,
     )
 
 
 def _error(told: dict[str, Any]) -> Exception:
     """What went wrong inside, as the exception that it would be here."""
-    import errno
-
-    number = getattr(errno, told["error"], None)
-    if isinstance(number, int):
-        return OSError(number, told["message"])
-    return ValueError(told["message"])
+    number, message = getattr(errno, str(told.get("error")), None), str(told.get("message"))
+    return OSError(number, message) if isinstance(number, int) else ValueError(message)

@@ -121,7 +121,7 @@ async def commands(bench: Bench) -> None:
         result = await machine.exec(asked, stdin=b"typed\n", cwd="/workspace/deep", env={"A": "b"})
         expect(result.stdout == b"typed\n/workspace/deep\nb f\n", result)
         result = await machine.exec(["/no/such/program"])
-        expect(result.exit_code in (126, 127) and result.stderr, result)
+        expect(result.exit_code in (126, 127) and result.text, result)
 
 
 @check()
@@ -323,6 +323,19 @@ async def endings(bench: Bench) -> None:
         except SandboxLost:
             return
         raise AssertionError("a command of a destroyed sandbox did not raise SandboxLost")
+
+
+@check(lambda found: found.ttl and found.least_ttl_s <= 10)
+async def time_to_live(bench: Bench) -> None:
+    """A machine that nobody ends does it by itself."""
+    async with bench.sandbox(ttl_s=max(2.0, bench.capabilities.least_ttl_s)) as machine:
+        for _ in range(60):
+            try:
+                await machine.exec("true")
+            except SandboxLost:
+                return
+            await asyncio.sleep(0.5)
+        raise AssertionError("it lives on")
 
 
 @check()

@@ -75,6 +75,7 @@ class DaytonaBackend(Provider):
             images=("ref", "dockerfile", "snapshot"),
             snapshot=True,
             ttl=True,
+            least_ttl_s=60.0,
             notes=("memory and disk in whole GiB, processors in whole numbers",),
         )
 
@@ -217,6 +218,10 @@ class DaytonaMachine:
 
     async def listen(self, connect: Connect, port: int) -> tuple[asyncio.Server, int] | None:
         return None
+
+    async def keepalive(self, ttl_s: float) -> None:
+        async with _errors(f"machine {self.id}"):
+            await in_time(self._made.set_ttl(max(1, math.ceil(ttl_s / 60))), f"machine {self.id}")
 
     async def snapshot(self) -> Image:
         name = f"miles-{self.id[:12]}-{next(_numbers)}"

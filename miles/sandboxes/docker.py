@@ -23,7 +23,7 @@ from miles.sandboxes.base import Capabilities, Connect, ExecResult, Image, Sandb
 from miles.sandboxes.machine import MachineSandbox
 from miles.sandboxes.native import run_native
 from miles.sandboxes.netns import serve_inside
-from miles.sandboxes.provider import OWNER, Provider, labels_of
+from miles.sandboxes.provider import OWNER, Provider, in_time, labels_of, missing
 
 __all__ = ["DockerBackend", "DockerConfig"]
 
@@ -52,31 +52,28 @@ class DockerBackend(Provider):
         super().__init__()
         self.config = DockerConfig(**settings)
         self._client: Any = None
+        self.snapshots: list[str] = []
 
     def _docker(self) -> Any:
         if self._client is None:
             try:
                 import aiodocker
             except ImportError as error:
-                raise SandboxUnavailable(
-                    "the docker backend needs aiodocker: pip install 'miles-hub[docker]'"
-                ) from error
+                raise missing("aiodocker", "docker", error) from error
             try:
                 self._client = aiodocker.Docker(url=self.config.url or None)
-            except (ValueError, OSError) as error:
-                raise SandboxUnavailable(f"no Docker engine is known: {error}; set DOCKER_HOST") from error
+            except (ValueError, OSError, AssertionError) as error:  # the last: no socket where one may be
+                raise SandboxUnavailable(
+                    "there is no Docker engine here: start one, or name its socket in DOCKER_HOST"
+                ) from error
         return self._client
 
     async def probe(self) -> Capabilities:
-        import aiohttp
-
-        try:
-            told = await self._docker().version()
-            facts = await self._docker().system.info()
-        except (OSError, aiohttp.ClientError, ValueError) as error:
-            raise SandboxUnavailable(
-                f"no Docker engine answers ({error}): start one, or name its socket in DOCKER_HOST"
-            ) from error
+        docker = self._docker()
+        start_one = "no Docker engine answers: start one, or name its socket in DOCKER_HOST"
+        async with _errors(start_one, failure=SandboxUnavailable):
+            told = await in_time(docker.version(), "the Docker engine", 20.0)
+            facts = await in_time(docker.system.info(), "the Docker engine", 20.0)
         limited = all(facts.get(name) for name in ("MemoryLimit", "PidsLimit", "CpuCfsQuota"))
         notes = [f"Docker {told['Version']}, API {told['ApiVersion']}, {facts.get('Driver')}"]
         notes += [] if limited else ["this engine cannot limit memory, processes and processor time (rootless?)"]
@@ -178,12 +175,10 @@ class DockerBackend(Provider):
     async def reap(self) -> int:
         count, dead, docker = await super().reap(), await self.dead(), self._docker()
         async with _errors("snapshots could not be listed"):
-            images = await docker.images.list(filters=json.dumps({"label": [OWNER]}))
+            images = await docker.images.list(filters={"label": [OWNER]})
         for image in images:
             if dead((image.get("Labels") or {}).get(OWNER, "")):
-                with suppress(SandboxError):
-                    async with _errors("a snapshot could not be removed"):
-                        await docker.images.delete(image["Id"], force=True)
+                await self.forget(image["Id"])
         return count
 
     async def remove(self, container_id: str) -> None:
@@ -192,7 +187,15 @@ class DockerBackend(Provider):
         async with _errors(f"container {container_id[:12]} could not be removed", gone_is_fine=True):
             await container.delete(force=True, v=True)
 
+    async def forget(self, image: str) -> None:
+        """Delete a snapshot, if it is there and nothing uses it."""
+        with suppress(SandboxError):
+            async with _errors(f"snapshot {image} could not be removed"):
+                await self._docker().images.delete(image, force=True)
+
     async def close(self) -> None:
+        for name in self.snapshots:
+            await self.forget(name)
         client, self._client = self._client, None
         if client is not None:
             await client.close()
@@ -258,12 +261,16 @@ class DockerMachine:
             return None
         return await serve_inside(["nsenter", "-t", str(pid), "-n", "--"], connect, port)
 
+    async def keepalive(self, ttl_s: float) -> None:
+        return None  # the time was told at its creation, and stays
+
     async def snapshot(self) -> Image:
         name = f"miles-snapshot:{self.id[:12]}-{time.time_ns()}"
         repository, _, tag = name.partition(":")
         labels = f"LABEL {OWNER}={self._backend.owner}"
         async with _errors(f"container {self.id[:12]} could not be kept"):
             await self._container.commit(repository=repository, tag=tag, changes=labels)
+        self._backend.snapshots.append(name)
         return Image(snapshot=name)
 
     async def destroy(self) -> None:
@@ -326,7 +333,8 @@ async def _errors(
             raise SandboxError(f"{message} (free some: docker system prune)") from error
         raise failure(message) from error
     except (aiohttp.ClientError, OSError) as error:
-        raise SandboxLost(f"{what}: the Docker engine does not answer ({error})") from error
+        kind = failure if issubclass(failure, SandboxUnavailable) else SandboxLost
+        raise kind(f"{what}: the Docker engine does not answer ({error})") from error
 
 
 def _can_enter(pid: int) -> bool:

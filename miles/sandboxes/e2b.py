@@ -271,6 +271,10 @@ class E2BMachine:
     async def listen(self, connect: Connect, port: int) -> tuple[asyncio.Server, int] | None:
         return None
 
+    async def keepalive(self, ttl_s: float) -> None:
+        async with _errors(f"machine {self.id}"):
+            await in_time(self._made.set_timeout(int(ttl_s)), f"machine {self.id}")
+
     async def snapshot(self) -> Image:
         async with _errors(f"machine {self.id} could not be kept"):
             kept = await in_time(self._made.create_snapshot(), f"keeping {self.id}", 300.0)

@@ -21,7 +21,7 @@ from miles.processes import owner_tag
 from miles.sandboxes.base import Capabilities, Image, Sandbox, SandboxInfo, SandboxSpec
 from miles.sandboxes.cgroups import Cgroup, cgroup_root, make_cgroup
 from miles.sandboxes.children import Child
-from miles.sandboxes.local_machine import PATH, LocalMachine
+from miles.sandboxes.local_machine import PATH, LocalMachine, Places
 from miles.sandboxes.machine import MachineSandbox
 from miles.sandboxes.reaper import alive_owners, owned, reap
 from miles.sandboxes.rootfs import Root, Writable, root_of
@@ -30,6 +30,19 @@ __all__ = ["LocalBackend"]
 
 # The init: reaps orphans, and ends with us; a command may kill its cat, but not itself.
 _READY = "printf ready; while :; do cat >/dev/null && exit; done"
+_NOBODY = 65534
+_SWITCHES = ("sys", "sysrq-trigger", "irq", "bus", "fs", "acpi", "scsi", "asound")
+_SECRETS: tuple[str, ...] = (
+    "kcore",
+    "keys",
+    "key-users",
+    "kallsyms",
+    "kpagecount",
+    "kpageflags",
+    "kpagecgroup",
+    "timer_list",
+)
+_SECRETS += ("latency_stats", "sched_debug", "slabinfo", "vmallocinfo", "iomem", "ioports", "kmsg")
 _PASSWD = b"agent:x:1000:1000::/workspace:/bin/sh\nroot:x:0:0::/root:/bin/sh\n"
 _counter = itertools.count()
 
@@ -42,7 +55,9 @@ class LocalBackend:
     def __init__(self, *, allow_unisolated: bool = False) -> None:
         self._allow_unisolated = allow_unisolated
         self._bwrap = _find_bwrap()
-        self._nsenter = shutil.which("nsenter")
+        self._nsenter, self._setpriv = shutil.which("nsenter"), shutil.which("setpriv")
+        self._drops = os.geteuid() == 0 and self._setpriv is not None
+        """Whether sandboxes belong to nobody rather than to root, who may write to the kernel's switches."""
         self._cgroups = cgroup_root()
         self._capabilities: Capabilities | None = None
 
@@ -83,11 +98,15 @@ class LocalBackend:
         found = tuple(int(part) for part in version.split()[-1].split(".")[:2]) if version.split() else (0, 0)
         if found < (0, 11):
             return f"{self._bwrap} is {version.strip() or 'a bubblewrap of unknown version'}; 0.11 or newer is needed"
-        child = Child([*self._bwrap_argv(SandboxSpec(), {}, Root(), None), "/bin/true"], env={"PATH": PATH}, stdin=b"")
+        argv = [*self._as_user(Root()), *self._bwrap_argv(SandboxSpec(), {}, Root(), None), "/bin/true"]
+        child = Child(argv, env={"PATH": PATH}, stdin=b"")
         try:
             status = await asyncio.wait_for(child.wait(), 10)
             if status == 0:
                 return None
+            if self._drops:  # only root may here
+                self._drops = False
+                return await self._problem()
             words = child.stderr.value().decode(errors="replace").strip()
             return (
                 f"user namespaces do not work here ({words}); try `sysctl -w user.max_user_namespaces=15000`, on "
@@ -142,6 +161,7 @@ class LocalBackend:
                 os.lseek(fd, 0, os.SEEK_SET)
             group = make_cgroup(self._cgroups, name, spec.resources) if self._cgroups else None
             argv = [
+                *self._as_user(root),
                 *self._bwrap_argv(spec, dict(zip(contents, files, strict=True)), root, writable),
                 "--info-fd",
                 str(write_end),
@@ -155,8 +175,9 @@ class LocalBackend:
             write_end = -1
             await self._until_ready(child)
             info = json.loads(os.read(read_end, 4096))
-            facts = {"group": group, "nsenter": self._nsenter or "nsenter", "root": root, "writable": writable}
-            return LocalMachine(name, spec, child, int(info["child-pid"]), **facts)  # type: ignore[arg-type]
+            nsenter = [*self._as_user(root), self._nsenter or "nsenter"]
+            places = Places(root=root, writable=writable, group=group)
+            return LocalMachine(name, spec, child, int(info["child-pid"]), nsenter, places)
         except BaseException:
             if child is not None:
                 await _kill_new(child, read_end)
@@ -186,6 +207,13 @@ class LocalBackend:
     async def reap(self) -> int:
         return await asyncio.to_thread(reap, self._cgroups, alive_owners())
 
+    def _as_user(self, root: Root) -> list[str]:
+        """What goes before a command of this host. An image's files are root's, so it is root who has them."""
+        if self._setpriv is None:
+            return []
+        drop = [f"--reuid={_NOBODY}", f"--regid={_NOBODY}", "--clear-groups"]
+        return [self._setpriv, "--no-new-privs", *(drop if self._drops and not root.lowers else [])]
+
     def _bwrap_argv(
         self, spec: SandboxSpec, files: Mapping[str, int], root: Root, writable: Writable | None
     ) -> list[str]:
@@ -197,7 +225,7 @@ class LocalBackend:
             for lower in root.lowers:
                 argv += ["--overlay-src", str(lower)]
             argv += ["--overlay", str(writable.upper), str(writable.folder / "work"), "/"]
-            argv += ["--proc", "/proc", "--dev", "/dev", "--dir", spec.workdir]
+            argv += [*_PROC_ARGV, "--dev", "/dev", "--dir", spec.workdir]
         else:
             argv += self._host_argv(spec)
         for path, fd in files.items():
@@ -207,7 +235,7 @@ class LocalBackend:
     def _host_argv(self, spec: SandboxSpec) -> list[str]:
         """The host's programs, read-only, and empty folders to work in."""
         size = str(spec.resources.disk_mib << 20)
-        argv = ["--ro-bind", "/usr", "/usr", "--proc", "/proc", "--dev", "/dev"]
+        argv = ["--ro-bind", "/usr", "/usr", *_PROC_ARGV, "--dev", "/dev"]
         for name in ("bin", "sbin", "lib", "lib64"):
             if os.path.islink(f"/{name}"):  # noqa: PTH114
                 argv += ["--symlink", f"usr/{name}", f"/{name}"]
@@ -217,6 +245,23 @@ class LocalBackend:
         for path in ("/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime"):
             argv += ["--ro-bind-try", path, path]
         return [*argv, "--size", size, "--tmpfs", "/tmp", "--size", size, "--tmpfs", spec.workdir]
+
+
+def _proc_argv() -> list[str]:
+    """A /proc of the sandbox's own, where the kernel's switches cannot be moved and its secrets are empty.
+
+    bubblewrap covers only folders that can be written to, and those of the switches are not: their files are.
+    """
+    argv = ["--proc", "/proc"]
+    for name in _SWITCHES:
+        argv += ["--ro-bind-try", f"/proc/{name}", f"/proc/{name}"]
+    for name in _SECRETS:
+        if os.path.exists(f"/proc/{name}"):  # noqa: PTH110
+            argv += ["--ro-bind", "/dev/null", f"/proc/{name}"]
+    return argv
+
+
+_PROC_ARGV = _proc_argv()
 
 
 async def _kill_new(child: Child, info_fd: int) -> None:

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from miles.errors import SandboxError, SandboxLost
@@ -19,7 +20,7 @@ from miles.sandboxes.netns import serve_inside
 from miles.sandboxes.reaper import processes_with
 from miles.sandboxes.rootfs import Root, Writable, save
 
-__all__ = ["PATH", "LocalMachine"]
+__all__ = ["PATH", "LocalMachine", "Places"]
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _JOIN = 'ulimit -c 0; for d in $1; do echo $$ > "$d/cgroup.procs" || exit 125; done; shift; exec "$@"'
@@ -28,42 +29,42 @@ _NS_GET_PARENT = 0xB702
 _counter = itertools.count()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """Where one sandbox's files and limits are."""
+
+    root: Root
+    writable: Writable | None
+    group: Cgroup | None
+
+
 class LocalMachine:
     """One bubblewrap sandbox."""
 
     text, has_workdir = False, True
 
     def __init__(
-        self,
-        name: str,
-        spec: SandboxSpec,
-        outer: Child,
-        init_pid: int,
-        *,
-        group: Cgroup | None,
-        nsenter: str,
-        root: Root,
-        writable: Writable | None,
+        self, name: str, spec: SandboxSpec, outer: Child, init_pid: int, nsenter: Sequence[str], places: Places
     ) -> None:
-        self._name, self._spec, self._outer, self._group = name, spec, outer, group
-        self._root, self._writable = root, writable
+        self._name, self._spec, self._outer = name, spec, outer
+        self._root, self._writable, self._group = places.root, places.writable, places.group
         self._init_pid = init_pid
         self._init = os.pidfd_open(init_pid)
         self._namespace = os.readlink(f"/proc/{init_pid}/ns/pid")  # noqa: PTH115
         self._fds: tuple[int, ...] = ()
         spaces = ("-t", str(init_pid), "-m", "-p", "-n", "-i", "-u", "-r", "-w", "--preserve-credentials", "--")
         network = ("-t", str(init_pid), "-n", "--preserve-credentials", "--")
-        if os.geteuid() == 0:
-            self._enter = [nsenter, "-U", *spaces]
-            self._enter_network = [nsenter, "-U", *network]
+        if os.stat(f"/proc/{init_pid}").st_uid == 0:  # noqa: PTH116
+            self._enter = [*nsenter, "-U", *spaces]
+            self._enter_network = [*nsenter, "-U", *network]
         else:
             # bwrap nests two user namespaces (to mount devpts it must be root in the outer one). Only the outer
             # one owns the other namespaces, so an ordinary user enters it first and the inner one from inside.
             self._fds = (_outer_userns(init_pid),)
-            inner = (nsenter, "--user=/proc/1/ns/user", "--preserve-credentials", "--")
-            self._enter = [nsenter, f"--user=/proc/self/fd/{self._fds[0]}", *spaces, *inner]
-            self._enter_network = [nsenter, f"--user=/proc/self/fd/{self._fds[0]}", *network]
-        self._own_pids = set(processes_with(None, self._namespace)) if group is None else set()
+            inner = (nsenter[-1], "--user=/proc/1/ns/user", "--preserve-credentials", "--")
+            self._enter = [*nsenter, f"--user=/proc/self/fd/{self._fds[0]}", *spaces, *inner]
+            self._enter_network = [*nsenter, f"--user=/proc/self/fd/{self._fds[0]}", *network]
+        self._own_pids = set(processes_with(None, self._namespace)) if self._group is None else set()
         self._destroyed = False
 
     @property
@@ -127,6 +128,9 @@ class LocalMachine:
 
     async def listen(self, connect: Connect, port: int) -> tuple[asyncio.Server, int] | None:
         return await serve_inside(self._enter_network, connect, port, self._fds)
+
+    async def keepalive(self, ttl_s: float) -> None:
+        return None  # it lives as long as this process
 
     async def snapshot(self) -> Image:
         if self._writable is not None:

@@ -19,7 +19,7 @@ from miles.sandboxes.native import END_ALL
 
 __all__ = ["Machine", "MachineSandbox"]
 
-_START = 'command -v python3 > /dev/null && exec python3 -c "$@"; exec python -c "$@"'  # no process but one
+_START = 'command -v python3 > /dev/null && exec python3 -I -S -c "$@"; exec python -I -S -c "$@"'  # no process but one
 _RECEIVE = "import os;d=b'';exec('while len(d)<{0}:d+=os.read(0,{0}-len(d))');exec(compile(d,'miles','exec'))"
 """What the process inside begins with: it reads its program, since everybody there sees its arguments."""
 _NO_PYTHON = "command -v python3 || command -v python"
@@ -59,6 +59,8 @@ class Machine(Protocol):
     async def listen(self, connect: Connect, port: int) -> tuple[asyncio.Server, int] | None:
         """A server of this process on a port inside; None where that is impossible."""
         ...
+
+    async def keepalive(self, ttl_s: float) -> None: ...
 
     async def snapshot(self) -> Image: ...
 
@@ -123,7 +125,7 @@ class MachineSandbox:
             await channel.send_program(program)
             told = await channel.start()
             if not self._spare:
-                self._spare = [one for one in told["processes"] if one[0] != told["pid"]]
+                self._spare = [one for one in told.get("processes", ()) if one[0] != told.get("pid")]
         except BaseException:
             await channel.close()
             raise
@@ -137,6 +139,12 @@ class MachineSandbox:
         channel, self._channel = self._channel, None
         if channel is not None:
             await channel.close()
+
+    async def adopt(self, spec: SandboxSpec) -> None:
+        """Take over another spec's files and variables: this machine was made ahead for its kind."""
+        self._spec = spec
+        for path, data in spec.files.items():
+            await self.write(path, data)
 
     async def exec(
         self,
@@ -224,6 +232,9 @@ class MachineSandbox:
             )
         self._servers.append(found[0])
         return found[1]
+
+    async def keepalive(self, ttl_s: float) -> None:
+        await self._machine.keepalive(ttl_s)
 
     async def snapshot(self) -> Image:
         return await self._machine.snapshot()

@@ -198,6 +198,9 @@ class ModalMachine:
     async def listen(self, connect: Connect, port: int) -> tuple[asyncio.Server, int] | None:
         return None
 
+    async def keepalive(self, ttl_s: float) -> None:
+        return None  # the time was told at its creation, and stays
+
     async def snapshot(self) -> Image:
         async with _errors(f"machine {self.id} could not be kept"):
             kept = await in_time(self._made.snapshot_filesystem.aio(), f"keeping {self.id}", 300.0)

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import tarfile
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -111,9 +112,8 @@ def _unpacked(tarball: Path, digest: str) -> Root:
     target = cache() / digest
     if not target.is_dir():
         target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_name(f"{digest}.{os.getpid()}.partial")
-        _delete(partial)
-        (partial / "root").mkdir(parents=True)
+        partial = Path(tempfile.mkdtemp(prefix=f"{digest}.", suffix=".partial", dir=target.parent))
+        (partial / "root").mkdir()
         try:
             env = _extract(tarball, partial)
             (partial / "env.json").write_text(json.dumps(env))

@@ -12,11 +12,12 @@ from miles.errors import SandboxError
 from miles.processes import owner_tag, scratch_folder
 from miles.sandboxes.base import Connect, ExecResult, Image, Process, SandboxSpec
 from miles.sandboxes.children import Child, check_timeout, finished
+from miles.sandboxes.netns import serve_inside
 from miles.sandboxes.reaper import processes_with
 
 __all__ = ["UnisolatedSandbox"]
 
-_PLAIN = "plain processes have no streams, ports or snapshots: choose a backend that isolates"
+_PLAIN = "plain processes have no streams and no snapshots: choose a backend that isolates"
 
 
 class UnisolatedSandbox:
@@ -26,6 +27,7 @@ class UnisolatedSandbox:
         self._spec = spec
         self._root = scratch_folder("sandbox")
         self._mark = self._root.name
+        self._servers: list[asyncio.Server] = []
         for path, data in spec.files.items():
             target = self._host(path)
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -90,7 +92,12 @@ class UnisolatedSandbox:
         return port
 
     async def reach(self, connect: Connect, port: int = 0) -> int:
-        raise SandboxError(_PLAIN)
+        server, port = await serve_inside([], connect, port)
+        self._servers.append(server)
+        return port
+
+    async def keepalive(self, ttl_s: float) -> None:
+        return None
 
     async def snapshot(self) -> Image:
         raise SandboxError(_PLAIN)
@@ -99,6 +106,8 @@ class UnisolatedSandbox:
         self._kill_all()
 
     async def destroy(self) -> None:
+        for server in self._servers:
+            server.close()
         self._kill_all()
         shutil.rmtree(self._root, ignore_errors=True)
 

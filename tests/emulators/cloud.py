@@ -34,7 +34,7 @@ class Cloud:
     def __init__(self, prefix="m"):
         self.prefix, self.machines, self.snapshots = prefix, {}, {}
         self.faults, self.asked, self.slow_s = deque(), [], 0.0
-        self.backend = LocalBackend()
+        self.backend, self.clocks = LocalBackend(), set()
 
     async def create(self, facts, *, ttl_s, env=None, snapshot=None):
         await asyncio.sleep(self.slow_s)
@@ -42,7 +42,16 @@ class Cloud:
         sandbox = await self.backend.create(SandboxSpec(image=image, env=env or {}))
         machine = Machine(f"{self.prefix}{next(_numbers):08d}", sandbox, time.time() + ttl_s, facts)
         self.machines[machine.id] = machine
+        task = asyncio.create_task(self.end_in_time(machine))
+        self.clocks.add(task)
+        task.add_done_callback(self.clocks.discard)
         return machine
+
+    async def end_in_time(self, machine):
+        while machine.id in self.machines:
+            await asyncio.sleep(min(1.0, max(0.0, machine.ends_at - time.time())))
+            if time.time() >= machine.ends_at:
+                await self.kill(machine.id)
 
     def find(self, machine_id):
         """A live machine, or None."""
@@ -65,6 +74,8 @@ class Cloud:
         return name
 
     async def close(self):
+        for clock in self.clocks:
+            clock.cancel()
         for machine_id in list(self.machines):
             await self.kill(machine_id)
 

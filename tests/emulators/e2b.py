@@ -6,6 +6,7 @@ envd's messages and routes are those that the SDK ships; what a process does hap
 import asyncio
 import contextlib
 import datetime
+import time
 
 from connectrpc.code import Code
 from connectrpc.errors import ConnectError
@@ -161,7 +162,7 @@ class E2B(Cloud):
         machine = self.find(request.path_params["id"])
         if machine is None:
             return JSONResponse({"code": 404, "message": "not found"}, 404)
-        machine.ends_at = machine.began + (await request.json())["timeout"]
+        machine.ends_at = time.time() + (await request.json())["timeout"]
         return Response(status_code=204)
 
     async def snapshot(self, request):

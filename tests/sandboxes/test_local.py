@@ -1,7 +1,8 @@
-"""The contract of a sandbox, on the local backend: isolated, and without isolation where that is wanted."""
+"""The local backend: what the contract does not say of it, and plain processes where isolation is not wanted."""
 
 import asyncio
 import concurrent.futures.thread  # noqa: F401  a fork without privilege may be unable to read it later
+import contextlib
 import os
 import subprocess
 import sys
@@ -31,9 +32,10 @@ async def sandbox():
     await machine.destroy()
 
 
-@pytest.fixture(params=["isolated", "unisolated"])
-async def machine(request):
-    made = await LocalBackend().create(SPEC) if request.param == "isolated" else UnisolatedSandbox(SPEC)
+@pytest.fixture
+async def machine():
+    """Plain processes; the isolated ones keep the contract (test_contract.py)."""
+    made = UnisolatedSandbox(SPEC)
     yield made
     await made.destroy()
 
@@ -270,6 +272,23 @@ def _with_prefix(mark):
     return found
 
 
+ASK = "import socket,sys; print(socket.create_connection(('127.0.0.1', int(sys.argv[1]))).makefile().read())"
+
+
+@contextlib.asynccontextmanager
+async def greeter():
+    """Something of this host that says hello; what opens a connection to it."""
+
+    async def greet(reader, writer):
+        writer.write(b"hello")
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(greet, "127.0.0.1", 0) as server:
+        address = server.sockets[0].getsockname()
+        yield lambda: asyncio.open_connection(*address)
+
+
 async def _as_an_ordinary_user():
     backend = LocalBackend()
     assert (await backend.probe()).limits == "best_effort"
@@ -279,6 +298,9 @@ async def _as_an_ordinary_user():
     assert (await sandbox.exec("sleep 984 & sleep 984", timeout_s=0.3)).outcome == "timeout"
     await sandbox.exec("setsid sleep 984 & true")
     await sandbox.quiesce()
+    async with greeter() as connect:
+        port = await sandbox.reach(connect)
+        assert (await sandbox.exec(["python3", "-c", ASK, str(port)])).stdout == b"hello\n"
     assert (await sandbox.exec("ps ax | grep -c '[s]leep 984'")).stdout == b"0\n"
     await sandbox.destroy()
 

@@ -1,14 +1,18 @@
-"""Readiness, time, and what can be done to processes; needs Python 3.6 and nothing else."""
+"""Readiness, time, and what can be done to processes; needs Python 3.6 and nothing else.
+
+Every import here is time that an episode waits: `signal`, `json` and `subprocess` cost more than Python itself.
+"""
 
 import heapq
 import itertools
 import os
-import selectors
-import signal
+import select
 import struct
 import time
 
+SIGKILL, SIGPIPE = 9, 13
 CHUNK, WINDOW, DRAIN_S = 1 << 16, 1 << 20, 0.2
+READABLE, WRITABLE = select.POLLIN | select.POLLHUP | select.POLLERR, select.POLLOUT | select.POLLERR
 SUBREAPER, DUMPABLE = 36, 4  # of prctl(2)
 
 
@@ -21,35 +25,48 @@ def prctl(option, value):
         pass
 
 
+def encode(value):
+    """JSON of numbers, texts, lists and dictionaries."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, dict):
+        return "{%s}" % ",".join("%s:%s" % (encode(key), encode(one)) for key, one in value.items())
+    if isinstance(value, (list, tuple)):
+        return "[%s]" % ",".join(map(encode, value))
+    if isinstance(value, str):
+        return '"%s"' % "".join(
+            c if " " <= c <= "~" and c not in '"\\' else "\\u%04x" % min(ord(c), 0xFFFD) for c in value
+        )
+    return repr(value)
+
+
 class Loop:
     """Readiness and time."""
 
     def __init__(self):
-        self.selector, self.timers, self.numbers = selectors.DefaultSelector(), [], itertools.count()
+        self.poll, self.calls = select.poll(), {}
+        self.timers, self.numbers = [], itertools.count()
 
     def watch(self, fd, reading=None, writing=None):
         """Call these when `fd` is ready, and no longer what was set before."""
-        mask = (selectors.EVENT_READ if reading else 0) | (selectors.EVENT_WRITE if writing else 0)
-        known = fd in self.selector.get_map()
-        if not mask:
-            if known:
-                self.selector.unregister(fd)
-        elif known:
-            self.selector.modify(fd, mask, (reading, writing))
-        else:
-            self.selector.register(fd, mask, (reading, writing))
+        if reading or writing:
+            self.calls[fd] = calls = (reading, writing)
+            self.poll.register(fd, (select.POLLIN if calls[0] else 0) | (select.POLLOUT if calls[1] else 0))
+        elif self.calls.pop(fd, None):
+            self.poll.unregister(fd)
 
     def later(self, seconds, call):
         heapq.heappush(self.timers, (time.monotonic() + seconds, next(self.numbers), call))
 
     def run(self):
         while True:
-            wait = max(0.0, self.timers[0][0] - time.monotonic()) if self.timers else None
-            for key, mask in self.selector.select(wait):
-                for place, event in enumerate((selectors.EVENT_READ, selectors.EVENT_WRITE)):
-                    now = self.selector.get_map().get(key.fd)  # another's turn may have closed or changed it
-                    if mask & event and key.data[place] and now is not None and now.data is key.data:
-                        key.data[place]()
+            wait = max(0, int(1000 * (self.timers[0][0] - time.monotonic())) + 1) if self.timers else None
+            found = [(fd, mask, self.calls.get(fd)) for fd, mask in self.poll.poll(wait)]
+            for fd, mask, calls in found:
+                for call, event in ((0, READABLE), (1, WRITABLE)):
+                    # another's turn may have closed or changed it
+                    if calls and mask & event and calls[call] and self.calls.get(fd) is calls:
+                        calls[call]()
             while self.timers and self.timers[0][0] <= time.monotonic():
                 heapq.heappop(self.timers)[2]()
 
@@ -144,7 +161,7 @@ def user_changer(name, environment):
     return change
 
 
-def kill(pid, number=signal.SIGKILL):
+def kill(pid, number=SIGKILL):
     try:
         os.kill(pid, number)
     except (ProcessLookupError, PermissionError):

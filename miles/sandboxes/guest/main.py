@@ -5,17 +5,15 @@ argument `text` frames travel as lines of base64, marked by where they come from
 may add lines or echo them. Kinds in capitals come from the host.
 """
 
-import base64
+import binascii
 import errno
 import itertools
-import json
+import marshal
 import os
-import signal
-import socket
 import struct
 import sys
 
-from miles.sandboxes.guest.base import CHUNK, DUMPABLE, Loop, below, kill_until_none, prctl, processes
+from miles.sandboxes.guest.base import CHUNK, DUMPABLE, Loop, below, encode, kill_until_none, prctl, processes
 from miles.sandboxes.guest.streams import Command, Connection, Listener, Supervisor, Upload
 
 HEADER = struct.Struct(">IBI")
@@ -30,7 +28,6 @@ class Guest:
 
     def run(self):
         prctl(DUMPABLE, 0)  # commands of the same user must not write into this process's pipes
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
         found = [[pid, began] for pid, _, began, _ in processes()]
         self.tell(b"h", 0, pid=os.getpid(), uid=os.getuid(), python=sys.version.split()[0], processes=found)
         self.provide()
@@ -51,12 +48,12 @@ class Guest:
 
     def send(self, kind, stream, payload=b""):
         data = HEADER.pack(len(payload), kind[0], stream) + payload
-        data = b">" + base64.b64encode(data) + b"\n" if self.text else data
+        data = b">" + binascii.b2a_base64(data) if self.text else data
         while data:
             data = data[os.write(1, data) :]
 
     def tell(self, kind, stream, **facts):
-        self.send(kind, stream, json.dumps(facts).encode())
+        self.send(kind, stream, encode(facts).encode())
 
     def fail(self, stream, error):
         name = errno.errorcode.get(getattr(error, "errno", None) or 0, type(error).__name__)
@@ -72,7 +69,7 @@ class Guest:
             os._exit(0)
         if self.text:
             *lines, self.lines = (self.lines + data).split(b"\n")
-            data = b"".join(base64.b64decode(line[1:]) for line in lines if line.startswith(b"<"))
+            data = b"".join(binascii.a2b_base64(line[1:]) for line in lines if line.startswith(b"<"))
         self.frames += data
         while len(self.frames) >= HEADER.size:
             size, kind, stream = HEADER.unpack_from(self.frames)
@@ -85,7 +82,7 @@ class Guest:
     def take(self, kind, stream, payload):
         if kind in "RLCGPQ":
             try:
-                self.open(kind, stream, json.loads(payload.decode()))
+                self.open(kind, stream, marshal.loads(payload))
             except Exception as error:  # told, never raised: the other streams go on
                 self.fail(stream, error)
             return
@@ -101,7 +98,7 @@ class Guest:
         elif kind == "A":
             known.acknowledge(struct.unpack(">I", payload)[0])
         elif kind == "K":
-            known.kill(json.loads(payload.decode())["signal"])
+            known.kill(marshal.loads(payload)["signal"])
 
     def open(self, kind, stream, ask):
         if kind == "R":
@@ -109,6 +106,8 @@ class Guest:
         elif kind == "L":
             self.streams[stream] = Listener(self, stream, ask)
         elif kind == "C":
+            import socket
+
             connected = socket.create_connection(("127.0.0.1", ask["port"]), 5)
             self.streams[stream] = Connection(self, stream, connected)
             self.tell(b"s", stream)

@@ -1,17 +1,16 @@
 """What a stream's number can stand for: a command, a connection, a port, a file that is written."""
 
 import errno
-import json
+import marshal
 import os
-import signal
-import socket
 import struct
-import subprocess
 import time
 
 from miles.sandboxes.guest.base import (
     CHUNK,
     DRAIN_S,
+    SIGKILL,
+    SIGPIPE,
     SUBREAPER,
     WINDOW,
     Kept,
@@ -45,7 +44,7 @@ class Supervisor:
         self.ask, self.put, self.out, self.err, self.told = ask, put, out, err, told
 
     def start(self, ask):
-        data = json.dumps(ask).encode()
+        data = marshal.dumps(ask, 2)
         while data:
             data = data[os.write(self.ask, data) :]
         os.close(self.ask)
@@ -79,10 +78,10 @@ def supervise(asked, stdin, stdout, stderr, status):
         data = file.read()
     if not data:
         os._exit(0)
-    child = begin(json.loads(data.decode()), stdin, stdout, stderr)
+    child = begin(marshal.loads(data), stdin, stdout, stderr)
     for fd in (stdin, stdout, stderr):
         os.close(fd)
-    if isinstance(child, int):
+    if child > 0:
         os.write(status, struct.pack(">i", child << 8))
         os._exit(0)
     while True:
@@ -90,31 +89,50 @@ def supervise(asked, stdin, stdout, stderr, status):
             pid, how = os.wait()
         except ChildProcessError:
             os._exit(0)
-        if pid == child.pid:
+        if pid == -child:
             os.write(status, struct.pack(">i", how))
 
 
 def begin(ask, stdin, stdout, stderr):
     """The command's process; when it cannot start, the exit code that a shell would give, its reason on `stderr`."""
-    environment = dict(os.environ, **ask.get("env", {}))
-    more = {}
+    environment, places = dict(os.environ, **ask.get("env", {})), ((stdin, 0), (stdout, 1), (stderr, 2))
+    argv = ask["argv"]
     try:
-        if ask.get("user"):
-            more["preexec_fn"] = user_changer(ask["user"], environment)
-        return subprocess.Popen(
-            ask["argv"],
-            stdin=stdin,
-            stdout=stdout,
-            stderr=stderr,
-            env=environment,
-            cwd=ask.get("cwd"),
-            start_new_session=True,
-            **more,
-        )
+        if ask.get("cwd"):
+            os.chdir(ask["cwd"])
+        change = user_changer(ask["user"], environment) if ask.get("user") else None
+        if change is None and hasattr(os, "posix_spawnp"):
+            try:
+                moves = [(os.POSIX_SPAWN_DUP2, fd, place) for fd, place in places]
+                return -os.posix_spawnp(
+                    argv[0], argv, environment, file_actions=moves, setsid=True, setsigdef=[SIGPIPE]
+                )
+            except NotImplementedError:  # an old C library
+                pass
+        child = os.fork()
+        if child:
+            return -child
     except Exception as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        os.write(stderr, ("cannot start %s: %s\n" % (ask["argv"][0], reason)).encode("utf-8", "replace"))
-        return 126 if getattr(error, "errno", None) == errno.EACCES else 127
+        return refuse(argv, error, stderr)
+    try:
+        os.setsid()
+        for fd, place in places:
+            os.dup2(fd, place)
+        import signal
+
+        signal.signal(SIGPIPE, signal.SIG_DFL)
+        if change is not None:
+            change()
+        os.execvpe(argv[0], argv, environment)
+    except Exception as error:
+        os._exit(refuse(argv, error, 2))
+
+
+def refuse(argv, error, stderr):
+    """Say why a command does not start; what a shell would exit with."""
+    reason = getattr(error, "strerror", None) or str(error)
+    os.write(stderr, ("cannot start %s: %s\n" % (argv[0], reason)).encode("utf-8", "replace"))
+    return 126 if getattr(error, "errno", None) == errno.EACCES else 127
 
 
 class Command:
@@ -187,7 +205,7 @@ class Command:
         os.waitpid(self.supervisor, 0)
         self.supervisor = None
         if self.status is None:
-            self.status = signal.SIGKILL
+            self.status = SIGKILL
         self.finish_if_read()
         if not self.outputs:
             self.finish()
@@ -235,11 +253,11 @@ class Command:
             self.timed_out = True
             self.kill()
 
-    def kill(self, number=signal.SIGKILL, tries=100):
+    def kill(self, number=SIGKILL, tries=100):
         if self.supervisor is None:
             return
         found = below(self.supervisor)
-        if number == signal.SIGKILL:
+        if number == SIGKILL:
             kill_until_none(lambda: below(self.supervisor))
         else:
             for pid in found:
@@ -253,7 +271,7 @@ class SocketSink(Sink):
 
     def finish(self):
         try:
-            socket.socket.shutdown(self.guest.streams[self.stream].socket, socket.SHUT_WR)
+            self.guest.streams[self.stream].socket.shutdown(1)
         except (OSError, KeyError):
             pass
 
@@ -307,6 +325,8 @@ class Listener:
     """A port inside; every connection to it is carried to the host."""
 
     def __init__(self, guest, stream, ask):
+        import socket  # slow to import, and seldom needed
+
         self.guest, self.stream = guest, stream
         self.socket = socket.socket()
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
