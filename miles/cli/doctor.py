@@ -45,7 +45,7 @@ def checks() -> Iterator[Check]:
     yield _cuda()
     yield _docker()
     yield _sglang()
-    for package in ("gymnasium", "docker", "e2b", "modal", "daytona"):
+    for package in ("gymnasium", "aiodocker", "e2b", "modal", "daytona"):
         name, found, detail = _package(package, f"optional: pip install {package}")
         yield f"{name} SDK" if name != "gymnasium" else name, found, detail
 

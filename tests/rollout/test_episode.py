@@ -343,3 +343,37 @@ async def test_the_generation_layer_in_ten_lines(serve, engine_of):  # noqa: F81
         episode = await runner.run(Job(task=TASK, group_id="g"))
     assert episode.reward == 1.0
     assert episode.tree.turns[0].trainable
+
+
+PROGRAM = """
+import json, os, urllib.request
+body = {"model": "m", "messages": [{"role": "user", "content": "open amber"}]}
+request = urllib.request.Request(os.environ["URL"] + "/chat/completions", json.dumps(body).encode())
+request.add_header("Authorization", "Bearer " + os.environ["KEY"])
+request.add_header("Content-Type", "application/json")
+print(json.load(urllib.request.urlopen(request, timeout=20))["choices"][0]["message"]["content"])
+"""
+
+
+async def test_a_program_in_a_sandbox_without_a_network_talks_to_the_model_and_its_turn_is_recorded(play):
+    seen = []
+
+    async def agent(context):
+        endpoint = await context.endpoint_inside()
+        env = {"URL": endpoint.base_url, "KEY": endpoint.api_key}
+        seen.append(await context.sandbox.exec(["python3", "agent.py"], env=env, timeout_s=30))
+
+    spec = SandboxSpec(files={"/workspace/agent.py": PROGRAM.encode()})
+    episode = await play(agent, taskset=Tasks(spec=spec))
+    assert (seen[0].stdout, seen[0].stderr) == (b"answer 42\n", b"")
+    assert episode.outcome == Scored(reward=1.0)
+    assert len(episode.tree.turns) == 1
+
+
+async def test_a_program_needs_a_sandbox_to_run_in(play):
+    async def agent(context):
+        await context.endpoint_inside()
+
+    episode = await play(agent)
+    assert isinstance(episode.outcome, Discarded)
+    assert "no sandbox to run a program in" in episode.outcome.detail
