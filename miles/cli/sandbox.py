@@ -4,12 +4,13 @@ import argparse
 import asyncio
 import json
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from miles.errors import ConfigError, SandboxError
 from miles.registry import known
-from miles.sandboxes.base import Backend, Capabilities
-from miles.sandboxes.pool import SandboxConfig, image_of, make_backend
+
+if TYPE_CHECKING:
+    from miles.sandboxes.base import Backend, Capabilities
 
 __all__ = ["add_commands", "listed", "reap", "test"]
 
@@ -35,8 +36,9 @@ def add_commands(commands: Any) -> None:
         command.set_defaults(call=f"miles.cli.sandbox:{call}")
 
 
-def _config(backend: str, words: list[str]) -> SandboxConfig:
+def _config(backend: str, words: list[str]) -> Any:
     from miles.config import apply_overrides, build
+    from miles.sandboxes.pool import SandboxConfig
 
     return build(SandboxConfig, apply_overrides(SandboxConfig, {"backend": backend}, words))
 
@@ -60,6 +62,8 @@ def listed(options: argparse.Namespace) -> int:
 
 
 async def _probe_all(words: list[str]) -> dict[str, Any]:
+    from miles.sandboxes.pool import make_backend
+
     found: dict[str, Any] = {}
     for name in known("sandboxes"):
         try:
@@ -81,11 +85,12 @@ def test(options: argparse.Namespace) -> int:
 
 async def _test(options: argparse.Namespace) -> int:
     from miles.sandboxes.contract import CHECKS, Found, run_contract
+    from miles.sandboxes.pool import image_of, make_backend
 
     if wrong := [name for name in (*options.only, *options.without) if name not in CHECKS]:
         raise ConfigError(f"there is no check {wrong[0]!r}; there are: {', '.join(CHECKS)}")
     config = _config(options.backend, options.settings)
-    backend: Backend = make_backend(config)
+    backend = make_backend(config)
 
     def tell(found: Found) -> None:
         if not options.json:
@@ -107,7 +112,7 @@ async def _test(options: argparse.Namespace) -> int:
     return 1 if report.failed else 0
 
 
-def _summary(capabilities: Capabilities, latencies_ms: dict[str, float]) -> str:
+def _summary(capabilities: "Capabilities", latencies_ms: dict[str, float]) -> str:
     times = ", ".join(f"{name} {value:g}" for name, value in latencies_ms.items())
     facts = f"isolation {capabilities.isolation}, limits {capabilities.limits}"
     return f"{facts}" + (f"; milliseconds: {times}" if times else "")
@@ -115,6 +120,8 @@ def _summary(capabilities: Capabilities, latencies_ms: dict[str, float]) -> str:
 
 def reap(options: argparse.Namespace) -> int:
     """How many machines were ended."""
+    from miles.sandboxes.pool import make_backend
+
     count, left = asyncio.run(_reap(make_backend(_config(options.backend, options.settings))))
     if options.json:
         print(json.dumps({"reaped": count, "alive": left}))
@@ -123,7 +130,7 @@ def reap(options: argparse.Namespace) -> int:
     return 0
 
 
-async def _reap(backend: Backend) -> tuple[int, int]:
+async def _reap(backend: "Backend") -> tuple[int, int]:
     try:
         await backend.probe()
         count = await backend.reap()

@@ -21,7 +21,15 @@ def run(capsys, *arguments):
 def test_the_commands_are_these(capsys):
     status, out, _ = run(capsys, "--help")
     assert status == 0
-    assert re.findall(r"^    (\w+) ", out, re.MULTILINE) == ["launch", "recipe", "runs", "session", "engine", "sandbox", "doctor"]
+    assert re.findall(r"^    (\w+) ", out, re.MULTILINE) == [
+        "launch",
+        "recipe",
+        "runs",
+        "session",
+        "engine",
+        "sandbox",
+        "doctor",
+    ]
     assert run(capsys, "--version")[1] == f"miles {__version__}\n"
     assert run(capsys, "nonsense")[0] == 2
     assert parser().parse_args(["launch", "r", "a.b=1", "c=2"]).overrides == ["a.b=1", "c=2"]

@@ -120,6 +120,7 @@ async def test_limits_of_the_session_are_named(play):
     assert stopped.value.reason == "turn_limit"
 
 
+@pytest.mark.slow
 async def test_an_endpoint_that_fails_is_not_the_agents_fault(play):
     with pytest.raises(EngineError, match="the model endpoint failed"):
         await play([EngineLost("gone")] * 9)

@@ -277,6 +277,7 @@ async def test_scoring_keeps_its_share_of_the_wall_clock(play):
     assert episode.outcome == Scored(reward=1.0)
 
 
+@pytest.mark.slow
 async def test_a_slow_clean_up_does_not_take_back_a_score(play):
     async def slow(self):
         await asyncio.sleep(6.5)

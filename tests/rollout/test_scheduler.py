@@ -22,6 +22,9 @@ class Runner:
         if not gated:
             self.gate.set()
 
+    def metrics(self):
+        return {"sandbox/alive": 0.0}
+
     async def run(self, job):
         self.jobs.append(job)
         self.running += 1

@@ -1,25 +1,15 @@
-"""Every backend keeps the contract; the clouds' real SDKs against emulators of their services."""
+"""The local backend keeps the contract; what the command line says of it."""
 
-import asyncio
-import contextlib
 import json
-import os
-import sys
 
 import pytest
 
 from miles.cli.main import main
-from miles.errors import SandboxCreateFailed, SandboxError, SandboxLost, SandboxUnavailable
+from miles.errors import SandboxError
 from miles.sandboxes.base import Image, SandboxSpec
 from miles.sandboxes.contract import CHECKS, run_contract
-from miles.sandboxes.daytona import DaytonaBackend
-from miles.sandboxes.e2b import AgentEnvBackend, E2BBackend
 from miles.sandboxes.local import LocalBackend
-from miles.sandboxes.modal import ModalBackend
-from miles.sandboxes.pool import SandboxConfig, SandboxPool
-from tests.emulators import daytona, e2b, modal
-
-UNPROVEN = ("users",)  # an emulated machine has one user
+from miles.sandboxes.pool import SandboxPool
 
 
 def kept(report):
@@ -30,135 +20,6 @@ def kept(report):
 async def test_the_local_backend_keeps_the_contract():
     done = kept(await run_contract(LocalBackend()))
     assert set(CHECKS) - done == {"users", "orphans", "time to live"}
-
-
-@contextlib.asynccontextmanager
-async def cloud(name):
-    """An emulated service, and the backend that talks to it."""
-    if name in ("e2b", "agentenv"):
-        kind = E2BBackend if name == "e2b" else AgentEnvBackend
-        async with e2b.E2B(old=name == "agentenv").served() as service:
-            yield service, kind(api_key=e2b.KEY, url=service.url, sandbox_url=service.url)
-    elif name == "daytona":
-        async with daytona.Daytona().served() as service:
-            backend = DaytonaBackend(api_key=daytona.KEY, url=service.url)
-            yield service, backend
-            await backend.close()
-    else:
-        async with modal.Modal().served() as service:
-            yield service, ModalBackend()
-
-
-@pytest.fixture
-def modal_account(monkeypatch):
-    monkeypatch.setenv("MODAL_TOKEN_ID", "ak-1")
-    monkeypatch.setenv("MODAL_TOKEN_SECRET", "as-1")
-    return monkeypatch
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # the SDKs' own
-async def test_e2b_agentenv_and_daytona_keep_the_contract():
-    async def one(name):
-        async with cloud(name) as (service, backend):
-            report = await run_contract(backend, leave_out=UNPROVEN)
-            assert service.machines == {}
-            return report
-
-    for report in await asyncio.gather(*map(one, ("e2b", "agentenv", "daytona"))):
-        assert set(CHECKS) - kept(report) - {"time to live"} == {"users"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("generation", ["1", "0"], ids=["V2", "V1"])
-async def test_modal_keeps_the_contract_with_both_generations_of_its_machines(generation):
-    """The first one: what the two do differently."""
-    async with modal.Modal().served() as service:
-        account = {"MODAL_TOKEN_ID": "ak-1", "MODAL_TOKEN_SECRET": "as-1", "MODAL_SERVER_URL": service.url}
-        words = ["sandbox", "test", "modal", "--json"]
-        chosen = ("files", "commands", "streams", "snapshots", "endings", "orphans") if generation == "0" else ()
-        words += [word for name in chosen for word in ("--only", name)] or ["--without", "users"]
-        child = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "miles.cli.main", *words),
-            env={**os.environ, **account, "MODAL_SANDBOX_V2": generation},
-            stdout=asyncio.subprocess.PIPE,
-        )
-        told = json.loads((await child.communicate())[0])
-    assert [found for found in told["checks"] if found["status"] == "failed"] == []
-    assert (child.returncode, told["failed"]) == (0, 0)
-    assert sum(found["status"] == "ok" for found in told["checks"]) == (len(chosen) or len(CHECKS) - 1)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["e2b", "daytona"])
-async def test_what_a_service_answers_says_whether_to_try_again(name):
-    async with cloud(name) as (service, backend):
-        service.faults += [429] * 8  # SDKs try again by themselves, too
-        with pytest.raises(SandboxCreateFailed):
-            await backend.create(SandboxSpec())
-        service.faults.clear()
-        pool = SandboxPool(backend, SandboxConfig(create_retries=3))
-        service.faults += [503]
-        async with pool.sandbox(SandboxSpec()) as machine:
-            assert (await machine.exec("echo up")).stdout == b"up\n"
-            await service.kill(machine.id)
-            with pytest.raises(SandboxLost):
-                await machine.exec("echo up")
-        await pool.close()
-        assert service.machines == {}
-
-
-@pytest.mark.filterwarnings("ignore")
-async def test_a_wrong_key_and_a_missing_one_are_told():
-    async with cloud("e2b") as (service, _), cloud("daytona") as (other, _):
-        with pytest.raises(SandboxUnavailable, match="look at the key"):
-            await E2BBackend(api_key="e2b_" + "1" * 40, url=service.url).probe()
-        wrong = DaytonaBackend(api_key="no", url=other.url)
-        with pytest.raises(SandboxUnavailable, match="look at the key"):
-            await wrong.probe()
-        await wrong.close()
-    for backend, key in ((E2BBackend(), "E2B_API_KEY"), (DaytonaBackend(), "DAYTONA_API_KEY")):
-        with pytest.raises(SandboxUnavailable, match=f"set {key}"):
-            await backend.probe()
-    with pytest.raises(SandboxUnavailable, match="set AGENTENV_URL"):
-        await AgentEnvBackend(api_key="k").probe()
-
-
-@pytest.mark.filterwarnings("ignore")
-async def test_a_creation_that_nobody_waits_for_leaves_no_machine():
-    async with cloud("e2b") as (service, backend):
-        service.slow_s = 0.3
-        pool = SandboxPool(backend, SandboxConfig(create_timeout_s=0.1, create_retries=0))
-        with pytest.raises(SandboxCreateFailed, match=r"no sandbox after 0\.1 s"):
-            async with pool.sandbox(SandboxSpec()):
-                pass
-        await pool.close()
-        assert service.machines == {}
-
-
-@pytest.mark.filterwarnings("ignore")
-async def test_a_service_of_the_older_route_is_asked_by_it_from_then_on():
-    async with cloud("agentenv") as (service, backend):
-        for _ in range(2):
-            machine = await backend.create(SandboxSpec(ttl_s=77))
-            assert (await machine.exec("id -u; pwd")).stdout == b"1000\n/workspace\n"
-            await machine.destroy()
-        made = [asked for asked in service.asked if asked.startswith("POST")]
-        assert made == ["POST /v2/sandboxes", "POST /sandboxes", "POST /sandboxes"]
-
-
-@pytest.mark.filterwarnings("ignore")
-async def test_machines_that_are_used_are_kept_alive():
-    async with cloud("e2b") as (service, backend):
-        pool = SandboxPool(backend, SandboxConfig(ttl_s=2.0))
-        await pool.start()
-        async with pool.sandbox(SandboxSpec()) as machine:
-            await asyncio.sleep(3.0)
-            assert (await machine.exec("echo up")).stdout == b"up\n"
-            service.machines[machine.id].ends_at = 0.0
-            with pytest.raises(SandboxLost):
-                await machine.exec("true")
-        await pool.close()
 
 
 async def test_what_a_backend_cannot_make_is_said_before_it_is_tried():
