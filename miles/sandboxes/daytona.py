@@ -158,6 +158,7 @@ class DaytonaMachine:
     """One Daytona machine."""
 
     text, has_workdir = True, False
+    python = ""
 
     def __init__(self, backend: DaytonaBackend, made: Any) -> None:
         self._backend, self._made = backend, made

@@ -205,6 +205,7 @@ class DockerMachine:
     """One container."""
 
     text, has_workdir = False, True
+    python = ""
 
     def __init__(self, backend: DockerBackend, container: Any, spec: SandboxSpec) -> None:
         self._backend, self._container, self._spec = backend, container, spec

@@ -204,6 +204,7 @@ class E2BMachine:
     """One microVM."""
 
     text, has_workdir = True, False
+    python = ""
 
     def __init__(self, backend: E2BBackend, made: Any) -> None:
         self._backend, self._made = backend, made

