@@ -25,7 +25,7 @@ from miles.rollout.rendering.rendering import Rendering
 from miles.rollout.scheduler import AsyncRollout, RolloutConfig
 from miles.rollout.session.server import SessionServer
 from miles.rollout.session.session import ChatRequest
-from miles.sandboxes.local import LocalBackend
+from miles.sandboxes.local.backend import LocalBackend
 from miles.sandboxes.pool import SandboxPool
 from miles.types import Episode, Scored, Task, Weights
 

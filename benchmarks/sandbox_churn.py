@@ -20,8 +20,8 @@ import time
 from pathlib import Path
 
 from miles.sandboxes.base import Backend, SandboxSpec
-from miles.sandboxes.local import LocalBackend
-from miles.sandboxes.machine import MachineSandbox
+from miles.sandboxes.inside.machine import MachineSandbox
+from miles.sandboxes.local.backend import LocalBackend
 from miles.sandboxes.pool import SandboxConfig, SandboxPool, make_backend
 
 

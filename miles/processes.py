@@ -32,6 +32,7 @@ from miles.errors import MilesError
 __all__ = [
     "Reply",
     "Worker",
+    "alive_owners",
     "deferred",
     "die_with_parent",
     "machine_tag",
@@ -59,6 +60,16 @@ def _own_tag(pid: int) -> str:
 def owner_tag() -> str:
     """The tag of this process; what it leaves behind is named by it, so that a later run can clear it."""
     return _own_tag(os.getpid())
+
+
+def alive_owners() -> set[str]:
+    """Tags of all processes that run now."""
+    tags = set()
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                tags.add(process_tag(int(name)))
+    return tags
 
 
 @cache

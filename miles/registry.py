@@ -21,12 +21,12 @@ BUILT_IN: dict[str, dict[str, str]] = {
     },
     "harnesses": {"react": "miles.harnesses.react:ReactHarness"},
     "sandboxes": {
-        "local": "miles.sandboxes.local:LocalBackend",
-        "docker": "miles.sandboxes.docker:DockerBackend",
-        "e2b": "miles.sandboxes.e2b:E2BBackend",
-        "agentenv": "miles.sandboxes.e2b:AgentEnvBackend",
-        "modal": "miles.sandboxes.modal:ModalBackend",
-        "daytona": "miles.sandboxes.daytona:DaytonaBackend",
+        "local": "miles.sandboxes.local.backend:LocalBackend",
+        "docker": "miles.sandboxes.providers.docker:DockerBackend",
+        "e2b": "miles.sandboxes.providers.e2b:E2BBackend",
+        "agentenv": "miles.sandboxes.providers.e2b:AgentEnvBackend",
+        "modal": "miles.sandboxes.providers.modal:ModalBackend",
+        "daytona": "miles.sandboxes.providers.daytona:DaytonaBackend",
     },
     "engines": {
         "embedded": "miles.rollout.engines.embedded:EmbeddedEngine",

@@ -83,7 +83,7 @@ def _user_namespaces() -> Check:
 
 
 def _local_sandbox() -> Check:
-    from miles.sandboxes.local import LocalBackend
+    from miles.sandboxes.local.backend import LocalBackend
 
     try:
         capabilities = asyncio.run(LocalBackend().probe())

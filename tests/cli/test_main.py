@@ -117,7 +117,7 @@ def test_doctor_says_what_is_here_and_what_to_install(capsys):
 
 
 def test_doctor_fails_when_the_quickstart_cannot_run(capsys, monkeypatch):
-    monkeypatch.setattr("miles.sandboxes.local._find_bwrap", lambda: None)
+    monkeypatch.setattr("miles.sandboxes.local.backend._find_bwrap", lambda: None)
     monkeypatch.setenv("DOCKER_HOST", "tcp://10.0.0.1:2375")
     status, out, _ = run(capsys, "doctor")
     assert status == 1

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import uvicorn
 
 from miles.sandboxes.base import Image, SandboxSpec
-from miles.sandboxes.local import LocalBackend
+from miles.sandboxes.local.backend import LocalBackend
 
 _numbers = itertools.count(1)
 

@@ -12,7 +12,7 @@ from miles.errors import ConfigError, EngineError, EngineLost, HarnessError, San
 from miles.harnesses.base import AgentContext, Endpoint, FunctionHarness, as_harness
 from miles.harnesses.react import ReactConfig, ReactHarness
 from miles.sandboxes.base import SandboxSpec
-from miles.sandboxes.local import LocalBackend
+from miles.sandboxes.local.backend import LocalBackend
 from miles.types import Limits, Transcript
 from tests.rollout.session.conftest import engine_of, serve  # noqa: F401  fixtures
 

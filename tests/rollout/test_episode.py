@@ -14,7 +14,7 @@ from miles.harnesses.base import FunctionHarness
 from miles.harnesses.react import ReactConfig, ReactHarness
 from miles.rollout.episode import AgentGenerate, EpisodeConfig, EpisodeRunner, Job
 from miles.sandboxes.base import SandboxSpec
-from miles.sandboxes.local import LocalBackend
+from miles.sandboxes.local.backend import LocalBackend
 from miles.sandboxes.pool import SandboxPool
 from miles.types import Discarded, Faulted, Limits, Score, Scored, Task
 from tests.rollout.session.conftest import engine_of, serve  # noqa: F401  fixtures

@@ -9,9 +9,9 @@ import sys
 import pytest
 
 from miles.errors import SandboxLost
-from miles.sandboxes.channel import Channel, ChannelLost
 from miles.sandboxes.children import ChildPipe
-from miles.sandboxes.guest import GUEST
+from miles.sandboxes.inside.channel import Channel, ChannelLost
+from miles.sandboxes.inside.guest import GUEST
 
 
 @pytest.fixture(params=["bytes", "text"])

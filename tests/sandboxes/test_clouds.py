@@ -11,10 +11,10 @@ import pytest
 from miles.errors import SandboxCreateFailed, SandboxLost, SandboxUnavailable
 from miles.sandboxes.base import SandboxSpec
 from miles.sandboxes.contract import CHECKS, run_contract
-from miles.sandboxes.daytona import DaytonaBackend
-from miles.sandboxes.e2b import AgentEnvBackend, E2BBackend
-from miles.sandboxes.modal import ModalBackend
 from miles.sandboxes.pool import SandboxConfig, SandboxPool
+from miles.sandboxes.providers.daytona import DaytonaBackend
+from miles.sandboxes.providers.e2b import AgentEnvBackend, E2BBackend
+from miles.sandboxes.providers.modal import ModalBackend
 from tests.sandboxes.test_contract import kept
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # the SDKs' own warnings

@@ -8,7 +8,7 @@ from miles.cli.main import main
 from miles.errors import SandboxError
 from miles.sandboxes.base import Image, SandboxSpec
 from miles.sandboxes.contract import CHECKS, run_contract
-from miles.sandboxes.local import LocalBackend
+from miles.sandboxes.local.backend import LocalBackend
 from miles.sandboxes.pool import SandboxPool
 
 

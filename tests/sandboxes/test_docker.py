@@ -15,7 +15,7 @@ import pytest
 from miles.errors import SandboxError, SandboxLost
 from miles.sandboxes.base import Image, Resources, SandboxSpec
 from miles.sandboxes.contract import CHECKS, run_contract
-from miles.sandboxes.docker import DockerBackend
+from miles.sandboxes.providers.docker import DockerBackend
 from tests.emulators.images import busybox_root, dockerfile, python_root
 
 pytestmark = [pytest.mark.docker, pytest.mark.slow]
@@ -154,7 +154,7 @@ OWNER = """
 import asyncio, sys
 from pathlib import Path
 from miles.sandboxes.base import Image, SandboxSpec
-from miles.sandboxes.docker import DockerBackend
+from miles.sandboxes.providers.docker import DockerBackend
 async def main():
     backend = DockerBackend(url=sys.argv[1])
     spec = SandboxSpec(image=Image(dockerfile=Path(sys.argv[2])))

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from miles.errors import SandboxCreateFailed, SandboxError, SandboxLost, SandboxUnavailable
-from miles.processes import owner_tag
+from miles.processes import alive_owners, owner_tag
 from miles.sandboxes.base import Resources, SandboxSpec
-from miles.sandboxes.local import LocalBackend
-from miles.sandboxes.reaper import alive_owners, processes_with, reap
-from miles.sandboxes.unisolated import UnisolatedSandbox
+from miles.sandboxes.local.backend import LocalBackend
+from miles.sandboxes.local.reaper import processes_with, reap
+from miles.sandboxes.local.unisolated import UnisolatedSandbox
 
 SPEC = SandboxSpec(files={"/workspace/note": b"key 42", "/workspace/deep/er": b"x"})
 
@@ -180,7 +180,7 @@ async def test_a_sandbox_that_cannot_start_says_why():
 
 
 async def test_without_isolation_nothing_runs_unless_it_is_wanted(monkeypatch):
-    monkeypatch.setattr("miles.sandboxes.local._find_bwrap", lambda: None)
+    monkeypatch.setattr("miles.sandboxes.local.backend._find_bwrap", lambda: None)
     with pytest.raises(SandboxUnavailable, match=r"bubblewrap .* is missing.*allow_unisolated=true"):
         await LocalBackend().probe()
     backend = LocalBackend(allow_unisolated=True)
@@ -205,7 +205,7 @@ async def test_a_host_that_cannot_isolate_is_told_what_to_change(monkeypatch, tm
     fake = tmp_path / "bwrap"
     fake.write_text(f"#!/bin/sh\n{answer}\n")
     fake.chmod(0o755)
-    monkeypatch.setattr("miles.sandboxes.local._find_bwrap", lambda: str(fake))
+    monkeypatch.setattr("miles.sandboxes.local.backend._find_bwrap", lambda: str(fake))
     with pytest.raises(SandboxUnavailable, match=message):
         await LocalBackend().probe()
 
@@ -217,7 +217,7 @@ async def test_without_nsenter_it_says_what_to_install(monkeypatch):
 
 
 async def test_without_control_groups_memory_and_files_are_limited_by_rlimit(monkeypatch):
-    monkeypatch.setattr("miles.sandboxes.local.cgroup_root", tuple)
+    monkeypatch.setattr("miles.sandboxes.local.backend.cgroup_root", tuple)
     backend = LocalBackend()
     assert (await backend.probe()).limits == "best_effort"
     sandbox = await backend.create(SandboxSpec(resources=Resources(memory_mib=256, disk_mib=4)))
@@ -231,7 +231,7 @@ async def test_without_control_groups_memory_and_files_are_limited_by_rlimit(mon
 OWNER = """
 import asyncio, json
 from miles.sandboxes.base import SandboxSpec
-from miles.sandboxes.local import LocalBackend
+from miles.sandboxes.local.backend import LocalBackend
 async def main():
     backend = LocalBackend()
     boxes = [await backend.create(SandboxSpec()) for _ in range(3)]

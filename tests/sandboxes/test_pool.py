@@ -6,9 +6,9 @@ import pytest
 from miles.errors import ConfigError, SandboxCreateFailed, SandboxError
 from miles.processes import owner_tag
 from miles.sandboxes.base import Capabilities, Image, SandboxSpec
-from miles.sandboxes.local import LocalBackend
+from miles.sandboxes.local.backend import LocalBackend
+from miles.sandboxes.local.reaper import processes_with
 from miles.sandboxes.pool import SandboxConfig, SandboxPool, image_of, make_backend
-from miles.sandboxes.reaper import processes_with
 
 
 class Machine:

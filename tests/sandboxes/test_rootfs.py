@@ -10,7 +10,7 @@ import pytest
 
 from miles.errors import SandboxError
 from miles.sandboxes.base import Image, SandboxSpec
-from miles.sandboxes.local import LocalBackend
+from miles.sandboxes.local.backend import LocalBackend
 from tests.emulators.images import busybox_root, python_root
 from tests.sandboxes.test_local import greeter
 

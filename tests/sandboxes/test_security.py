@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from miles.sandboxes.base import Image, SandboxSpec
-from miles.sandboxes.local import LocalBackend
+from miles.sandboxes.local.backend import LocalBackend
 from tests.emulators.images import python_root
 from tests.sandboxes.test_local import ASK, greeter
 

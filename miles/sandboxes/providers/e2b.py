@@ -15,9 +15,9 @@ from miles.config import Config
 from miles.errors import SandboxCreateFailed, SandboxError, SandboxLost, SandboxUnavailable
 from miles.http import Http, Unreachable
 from miles.sandboxes.base import Capabilities, Connect, ExecResult, Image, Sandbox, SandboxInfo, SandboxSpec
-from miles.sandboxes.machine import MachineSandbox
-from miles.sandboxes.native import run_native
-from miles.sandboxes.provider import OWNER, Provider, TextQueue, in_time, labels_of, missing, shell
+from miles.sandboxes.inside.machine import MachineSandbox
+from miles.sandboxes.inside.native import run_native
+from miles.sandboxes.providers.base import OWNER, Provider, TextQueue, in_time, labels_of, missing, shell
 
 __all__ = ["AgentEnvBackend", "E2BBackend", "E2BConfig"]
 

@@ -11,7 +11,7 @@ __all__ = ["GUEST"]
 def _source() -> str:
     """The files as one: the names that they import of each other are there already."""
     text = "".join((Path(__file__).parent / f"{name}.py").read_text() for name in ("base", "streams", "main"))
-    head, *parts = text.split("from miles.sandboxes.guest.")
+    head, *parts = text.split("from miles.sandboxes.inside.guest.")
     ends = (")\n" if part.split("\n", 1)[0].endswith("(") else "\n" for part in parts)
     return head + "".join(part.split(end, 1)[1] for part, end in zip(parts, ends, strict=True))
 

@@ -7,9 +7,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from miles.errors import SandboxError, SandboxLost, SandboxUnavailable
-from miles.processes import machine_tag, owner_tag
+from miles.processes import alive_owners, machine_tag, owner_tag
 from miles.sandboxes.base import SandboxInfo
-from miles.sandboxes.reaper import alive_owners
 
 __all__ = ["LABELS", "OWNER", "Provider", "TextQueue", "in_time", "labels_of", "missing", "shell"]
 

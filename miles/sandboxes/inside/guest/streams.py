@@ -6,7 +6,7 @@ import os
 import struct
 import time
 
-from miles.sandboxes.guest.base import (
+from miles.sandboxes.inside.guest.base import (
     CHUNK,
     DRAIN_S,
     SIGKILL,

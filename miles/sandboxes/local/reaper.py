@@ -12,28 +12,16 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from miles.processes import process_tag
 from miles.sandboxes.base import SandboxInfo
-from miles.sandboxes.cgroups import reap_cgroups
+from miles.sandboxes.local.cgroups import reap_cgroups
 
-__all__ = ["alive_owners", "owned", "processes_with", "reap"]
+__all__ = ["owned", "processes_with", "reap"]
 
 _PROC = Path("/proc")
 
 
 def _pids() -> Iterator[int]:
     return (int(name) for name in os.listdir(_PROC) if name.isdigit())
-
-
-def alive_owners() -> set[str]:
-    """Tags of all processes that run now."""
-    tags = set()
-    for pid in _pids():
-        try:
-            tags.add(process_tag(pid))
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-    return tags
 
 
 def processes_with(entry: str | None, namespace: str | None = None) -> list[int]:

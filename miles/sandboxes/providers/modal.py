@@ -14,9 +14,9 @@ from typing import Any
 from miles.config import Config
 from miles.errors import SandboxCreateFailed, SandboxError, SandboxLost, SandboxUnavailable
 from miles.sandboxes.base import Capabilities, Connect, ExecResult, Image, Sandbox, SandboxInfo, SandboxSpec
-from miles.sandboxes.machine import MachineSandbox
-from miles.sandboxes.native import run_native
-from miles.sandboxes.provider import OWNER, Provider, in_time, labels_of, missing
+from miles.sandboxes.inside.machine import MachineSandbox
+from miles.sandboxes.inside.native import run_native
+from miles.sandboxes.providers.base import OWNER, Provider, in_time, labels_of, missing
 
 __all__ = ["ModalBackend", "ModalConfig"]
 

@@ -14,11 +14,11 @@ from typing import Any
 from miles.errors import SandboxError, SandboxLost
 from miles.processes import owner_tag
 from miles.sandboxes.base import Connect, ExecResult, Image, SandboxSpec
-from miles.sandboxes.cgroups import Cgroup
 from miles.sandboxes.children import Child, ChildPipe, finished
+from miles.sandboxes.local.cgroups import Cgroup
+from miles.sandboxes.local.reaper import processes_with
+from miles.sandboxes.local.rootfs import Root, Writable, save
 from miles.sandboxes.netns import serve_inside
-from miles.sandboxes.reaper import processes_with
-from miles.sandboxes.rootfs import Root, Writable, save
 
 __all__ = ["PATH", "LocalMachine", "Places"]
 

@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 from miles.errors import SandboxError, SandboxLost
 from miles.sandboxes.base import Connect, ExecResult, Image, Process, SandboxSpec
-from miles.sandboxes.channel import Channel, ChannelLost, Pipe
 from miles.sandboxes.children import check_timeout
-from miles.sandboxes.guest import GUEST
-from miles.sandboxes.native import END_ALL
+from miles.sandboxes.inside.channel import Channel, ChannelLost, Pipe
+from miles.sandboxes.inside.guest import GUEST
+from miles.sandboxes.inside.native import END_ALL
 
 __all__ = ["Machine", "MachineSandbox"]
 

@@ -12,8 +12,8 @@ from miles.errors import SandboxError
 from miles.processes import owner_tag, scratch_folder
 from miles.sandboxes.base import Connect, ExecResult, Image, Process, SandboxSpec
 from miles.sandboxes.children import Child, check_timeout, finished
+from miles.sandboxes.local.reaper import processes_with
 from miles.sandboxes.netns import serve_inside
-from miles.sandboxes.reaper import processes_with
 
 __all__ = ["UnisolatedSandbox"]
 

@@ -13,8 +13,8 @@ import os
 import struct
 import sys
 
-from miles.sandboxes.guest.base import CHUNK, DUMPABLE, Loop, below, encode, kill_until_none, prctl, processes
-from miles.sandboxes.guest.streams import Command, Connection, Listener, Supervisor, Upload
+from miles.sandboxes.inside.guest.base import CHUNK, DUMPABLE, Loop, below, encode, kill_until_none, prctl, processes
+from miles.sandboxes.inside.guest.streams import Command, Connection, Listener, Supervisor, Upload
 
 HEADER = struct.Struct(">IBI")
 

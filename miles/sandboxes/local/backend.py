@@ -17,14 +17,14 @@ from collections.abc import Mapping
 from typing import Literal
 
 from miles.errors import SandboxCreateFailed, SandboxError, SandboxUnavailable
-from miles.processes import owner_tag
+from miles.processes import alive_owners, owner_tag
 from miles.sandboxes.base import Capabilities, Image, Sandbox, SandboxInfo, SandboxSpec
-from miles.sandboxes.cgroups import Cgroup, cgroup_root, make_cgroup
 from miles.sandboxes.children import Child
-from miles.sandboxes.local_machine import PATH, LocalMachine, Places
-from miles.sandboxes.machine import MachineSandbox
-from miles.sandboxes.reaper import alive_owners, owned, reap
-from miles.sandboxes.rootfs import Root, Writable, root_of
+from miles.sandboxes.inside.machine import MachineSandbox
+from miles.sandboxes.local.cgroups import Cgroup, cgroup_root, make_cgroup
+from miles.sandboxes.local.machine import PATH, LocalMachine, Places
+from miles.sandboxes.local.reaper import owned, reap
+from miles.sandboxes.local.rootfs import Root, Writable, root_of
 
 __all__ = ["LocalBackend"]
 
@@ -122,7 +122,7 @@ class LocalBackend:
     async def create(self, spec: SandboxSpec) -> Sandbox:
         capabilities = await self.probe()
         if capabilities.isolation == "none":
-            from miles.sandboxes.unisolated import UnisolatedSandbox
+            from miles.sandboxes.local.unisolated import UnisolatedSandbox
 
             return UnisolatedSandbox(spec)
         if spec.network != "none":

@@ -1,0 +1,1 @@
+"""Sandboxes on this host: bubblewrap, or plain processes where that is wanted."""

@@ -1,0 +1,1 @@
+"""Sandboxes of engines and clouds, by their SDKs."""
