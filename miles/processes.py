@@ -32,10 +32,11 @@ from miles.errors import MilesError
 __all__ = [
     "Reply",
     "Worker",
-    "alive_owners",
     "deferred",
     "die_with_parent",
     "machine_tag",
+    "owner_is_dead",
+    "owner_mark",
     "owner_tag",
     "process_tag",
     "scratch_folder",
@@ -62,22 +63,29 @@ def owner_tag() -> str:
     return _own_tag(os.getpid())
 
 
-def alive_owners() -> set[str]:
-    """Tags of all processes that run now."""
-    tags = set()
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                tags.add(process_tag(int(name)))
-    return tags
-
-
 @cache
 def machine_tag() -> str:
     """Names this boot of this machine, and this namespace of processes: only there can an owner's pid be looked up."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     told = boot.read_text() if boot.exists() else socket.gethostname()
     return hashlib.sha256(f"{told} {Path('/proc/self/ns/pid').stat().st_ino}".encode()).hexdigest()[:8]
+
+
+def owner_mark() -> str:
+    """The owner's tag, and where it can be looked up: for what others may find and must not judge."""
+    return f"{owner_tag()}@{machine_tag()}"
+
+
+def owner_is_dead(mark: str) -> bool:
+    """Whether a mark's owner was a process of this machine and namespace, and has ended. Others are not judged here."""
+    tag, _, machine = mark.partition("@")
+    pid = tag.partition("-")[0]
+    if machine != machine_tag() or not pid.isdigit():
+        return False
+    try:
+        return process_tag(int(pid)) != tag
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 def scratch_folder(name: str, parent: Path | None = None) -> Path:

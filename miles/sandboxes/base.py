@@ -248,8 +248,7 @@ class SandboxInfo:
 
     id: str
     owner: str
-    """Tag of the process that made it (`miles.processes.owner_tag`), with the machine's before it where several use
-    one account."""
+    """Mark of the process that made it (`miles.processes.owner_mark`)."""
     age_s: float
     labels: Mapping[str, str] = field(default_factory=dict)
 

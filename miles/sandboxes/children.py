@@ -101,7 +101,10 @@ class Child:
         self.output = asyncio.Event()
         for pipe, capture in ((self._process.stdout, self.stdout), (self._process.stderr, self.stderr)):
             self._attach(pipe, capture)
-        self._feeding = asyncio.ensure_future(self._feed(stdin)) if stdin else None
+        self._left = memoryview(stdin or b"")
+        if stdin and self._process.stdin is not None:
+            os.set_blocking(self._process.stdin.fileno(), False)
+            self._loop.add_writer(self._process.stdin.fileno(), self._writable)
 
     def _attach(self, pipe: IO[bytes] | None, capture: Capture) -> None:
         assert pipe is not None
@@ -130,18 +133,24 @@ class Child:
             self._closed.set()
         self.output.set()
 
-    async def _feed(self, data: bytes) -> None:
+    def _writable(self) -> None:
         pipe = self._process.stdin
         assert pipe is not None
+        try:
+            self._left = self._left[os.write(pipe.fileno(), self._left[:_CHUNK]) :]
+        except BlockingIOError:
+            return
+        except BrokenPipeError:  # the command did not want its input
+            self._left = memoryview(b"")
+        if not self._left:
+            self._end_input()
 
-        def write() -> None:
-            try:
-                pipe.write(data)
+    def _end_input(self) -> None:
+        pipe = self._process.stdin
+        if pipe is not None and not pipe.closed:
+            self._loop.remove_writer(pipe.fileno())
+            with contextlib.suppress(BrokenPipeError):
                 pipe.close()
-            except BrokenPipeError:
-                pass  # the command did not want its input
-
-        await asyncio.to_thread(write)
 
     async def wait(self) -> int:
         """Wait for the process itself, then shortly for its outputs (a background child may hold them open)."""
@@ -167,11 +176,7 @@ class Child:
         for pipe in (self._process.stdout, self._process.stderr):
             if pipe is not None:
                 self._detach(pipe)
-        if self._feeding is not None:
-            self._feeding.cancel()
-        if self._process.stdin is not None and not self._process.stdin.closed:
-            with contextlib.suppress(BrokenPipeError):
-                self._process.stdin.close()
+        self._end_input()
 
 
 class ChildPipe:

@@ -357,7 +357,7 @@ async def orphans(bench: Bench) -> None:
     async with bench.sandbox() as ours:
         listed = {info.id: info for info in await backend.machines()}
         expect(listed[ours.id].labels == {"miles": "contract"}, listed)
-        backend.owner = f"{owner.partition(':')[0]}:1-1"
+        backend.owner = f"1-1@{owner.partition('@')[2]}"
         try:
             orphan = await backend.create(bench.spec)
         finally:

@@ -44,8 +44,8 @@ class SandboxConfig(Config):
     """Sandboxes of each kind that are made ahead, so that an episode need not wait."""
     ttl_s: float = Field(3600.0, gt=0)
     """A provider that can ends a sandbox by itself after this time, should nobody do."""
-    create_timeout_s: float = Field(30.0, gt=0)
-    """Deadline of one creation."""
+    create_timeout_s: float | None = Field(None, gt=0)
+    """Deadline of one creation; None: 30 s on this host, 300 s elsewhere, where an image may have to be built first."""
     destroy_timeout_s: float = Field(30.0, gt=0)
     """Deadline of one destruction."""
     create_retries: int = Field(3, ge=0)
@@ -78,6 +78,14 @@ def image_of(text: str) -> Image | None:
     return Image(ref=text) if text else None
 
 
+class _Abandoned(BaseException):
+    """A creation that nobody waits for any more, and why."""
+
+    def __init__(self, cause: BaseException) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
 class SandboxPool:
     """Hands out sandboxes and takes every one of them back, whatever happens in between."""
 
@@ -88,6 +96,7 @@ class SandboxPool:
         self._backend = backend
         self._image = image_of(self.config.image)
         self._starting = asyncio.Semaphore(self.config.starting)
+        self._create_s = self.config.create_timeout_s or (30.0 if self.config.backend == "local" else 300.0)
         self._room = asyncio.Semaphore(self.config.most) if self.config.most else None
         self._next_at = 0.0
         self._live: dict[str, Sandbox] = {}
@@ -96,6 +105,8 @@ class SandboxPool:
         self._prepared: dict[str, asyncio.Task[None]] = {}
         self._background: set[asyncio.Task[Any]] = set()
         self._looking_after: list[asyncio.Task[None]] = []
+        self._undead: list[Sandbox] = []
+        self._waiting = 0  # for room
         self._closing = False
 
     async def start(self) -> Capabilities:
@@ -108,6 +119,7 @@ class SandboxPool:
     async def _reap_now_and_then(self) -> None:
         while True:
             await asyncio.sleep(self.config.reap_every_s)
+            await self._end_the_undead()
             try:
                 self.counters["reaped"] += await self._backend.reap()
             except SandboxError as error:
@@ -147,14 +159,13 @@ class SandboxPool:
         """Sandboxes that begin where one is; the caller gives each back with `give_back`."""
         image = await sandbox.snapshot()
         forked = replace(self.settled(spec), image=image, files={})
-        made = await asyncio.gather(*(self._create(forked) for _ in range(count)), return_exceptions=True)
-        whole = [one for one in made if not isinstance(one, BaseException)]
-        for error in made:
-            if isinstance(error, BaseException):
-                for one in whole:
-                    self._spawn(self._destroy(one))
-                raise error
-        return whole
+        creations = [self._spawn(self._create(forked)) for _ in range(count)]
+        try:
+            return list(await asyncio.gather(*creations))
+        except BaseException:
+            for creation in creations:
+                self._discard_later(creation)
+            raise
 
     async def give_back(self, sandbox: Sandbox) -> None:
         """End a sandbox that `fork` made."""
@@ -168,13 +179,16 @@ class SandboxPool:
         for sandbox in list(self._live.values()):
             self._spawn(self._destroy(sandbox))
         if self._background:
-            await asyncio.wait(set(self._background), timeout=self.config.create_timeout_s)
+            await asyncio.wait(set(self._background), timeout=self._create_s)
         while self._background:  # a provider that hangs: its tasks clean up when they are cancelled
             for task in self._background:
                 task.cancel()
             await asyncio.wait(set(self._background), timeout=self.config.destroy_timeout_s)
+        await self._end_the_undead()
         try:
             self.counters["reaped"] += await self._backend.reap()
+        except SandboxError as error:  # the work is done: that is no reason to lose it
+            log.warning("what dead owners left could not be reaped: %s", error)
         finally:
             await self._backend.close()
 
@@ -191,7 +205,7 @@ class SandboxPool:
                 self._spawn(self._destroy(sandbox))
                 continue
             try:
-                await asyncio.wait_for(adopt(spec), self.config.create_timeout_s)
+                await asyncio.wait_for(adopt(spec), self._create_s)
                 found = sandbox
                 self.counters["warm"] += 1
             except (SandboxError, TimeoutError):
@@ -206,11 +220,11 @@ class SandboxPool:
 
     async def _warm(self, bare: SandboxSpec, kind: str, ready: deque[tuple[float, Sandbox]]) -> None:
         try:
-            sandbox = await self._create(bare)
+            sandbox = await self._create(bare, ahead=True)
         except SandboxError as error:
-            log.warning("no sandbox could be made ahead: %s", error)
+            log.info("no sandbox could be made ahead: %s", error)
         else:
-            if self._closing:
+            if self._closing or self._waiting:
                 await self._destroy(sandbox)
             else:
                 ready.append((time.monotonic(), sandbox))
@@ -225,16 +239,17 @@ class SandboxPool:
         task = self._prepared[digest]
         try:
             await asyncio.shield(task)
-        except SandboxError:
-            self._prepared.pop(digest, None)
+        except BaseException:
+            if task.done() and self._prepared.get(digest) is task and (task.cancelled() or task.exception()):
+                del self._prepared[digest]
             raise
 
-    async def _create(self, spec: SandboxSpec) -> Sandbox:
-        if spec.image is not None:
-            await self._prepare(spec.image)
+    async def _create(self, spec: SandboxSpec, *, ahead: bool = False) -> Sandbox:
         for attempt in itertools.count():
             try:
-                return await self._create_once(spec)
+                if spec.image is not None:
+                    await self._prepare(spec.image)
+                return await self._create_once(spec, ahead)
             except SandboxError as error:
                 self.counters["create_failed"] += 1
                 if not error.retryable or attempt >= self.config.create_retries:
@@ -243,35 +258,53 @@ class SandboxPool:
                 await asyncio.sleep(random.uniform(0.5, 1.5) * pause_s)
         raise AssertionError("the loop returns or raises")
 
-    async def _create_once(self, spec: SandboxSpec) -> Sandbox:
+    async def _create_once(self, spec: SandboxSpec, ahead: bool) -> Sandbox:
         if self._room is not None:
-            await self._room.acquire()
-        made = False
+            if self._room.locked():
+                if ahead:
+                    raise SandboxError("there is no room for one that nobody waits for")
+                self._give_up_a_ready_one()
+            self._waiting += 1
+            try:
+                await self._room.acquire()
+            finally:
+                self._waiting -= 1
         try:
             sandbox = await self._start_one(spec)
-            made = True
-        finally:
-            if not made and self._room is not None:
+        except _Abandoned as error:  # it still comes up, and has its room until then
+            raise error.cause from None
+        except BaseException:
+            if self._room is not None:
                 self._room.release()
+            raise
         self._live[sandbox.id] = sandbox
         return sandbox
+
+    def _give_up_a_ready_one(self) -> None:
+        """Rather this than that an episode waits for a sandbox that nobody uses."""
+        for ready in self._ready.values():
+            if ready:
+                self._spawn(self._destroy(ready.popleft()[1]))
+                return
 
     async def _start_one(self, spec: SandboxSpec) -> Sandbox:
         async with self._starting:
             await self._turn()
-            began = time.monotonic()
+            began, limit_s = time.monotonic(), self._create_s
             task = self._spawn(self._backend.create(spec))
             try:
-                sandbox: Sandbox = await asyncio.wait_for(asyncio.shield(task), self.config.create_timeout_s)
-            except TimeoutError as error:
-                self._discard_later(task)
-                raise SandboxCreateFailed(
-                    f"no sandbox after {self.config.create_timeout_s} s; the host may be overloaded "
-                    "(sandbox.create_timeout_s, sandbox.starting)"
-                ) from error
-            except asyncio.CancelledError:
-                self._discard_later(task)
-                raise
+                sandbox: Sandbox = await asyncio.wait_for(asyncio.shield(task), limit_s)
+            except TimeoutError:
+                self._discard_later(task, self._room)
+                raise _Abandoned(
+                    SandboxCreateFailed(
+                        f"no sandbox after {limit_s:g} s; the host or the provider may be overloaded "
+                        "(sandbox.create_timeout_s, sandbox.starting)"
+                    )
+                ) from None
+            except asyncio.CancelledError as error:
+                self._discard_later(task, self._room)
+                raise _Abandoned(error) from None
         self.counters["created"] += 1
         self.counters["create_ms"] += int(1000 * (time.monotonic() - began))
         return sandbox
@@ -285,29 +318,46 @@ class SandboxPool:
         self._next_at = at + 60 / self.config.per_minute
         await asyncio.sleep(at - now)
 
-    def _discard_later(self, task: "asyncio.Task[Sandbox]") -> None:
-        """A creation nobody waits for any more: let it finish, then destroy what it made."""
+    def _discard_later(self, task: "asyncio.Task[Sandbox]", room: asyncio.Semaphore | None = None) -> None:
+        """A creation nobody waits for any more: let it finish, then destroy what it made. It keeps its room so long."""
 
         async def discard() -> None:
-            with contextlib.suppress(SandboxError, asyncio.CancelledError):
-                await self._end(await task)
+            try:
+                sandbox = await task
+            except (SandboxError, asyncio.CancelledError):
+                return
+            finally:
+                if room is not None:
+                    room.release()
+            if sandbox.id in self._live:
+                await self._destroy(sandbox)
+            else:
+                await self._end(sandbox)
 
         self._spawn(discard())
 
     async def _destroy(self, sandbox: Sandbox) -> None:
         if self._live.pop(sandbox.id, None) is None:
             return
-        await self._end(sandbox)
-        if self._room is not None:
-            self._room.release()
+        try:
+            await self._end(sandbox)
+        finally:
+            if self._room is not None:
+                self._room.release()
 
     async def _end(self, sandbox: Sandbox) -> None:
         try:
             await asyncio.wait_for(sandbox.destroy(), self.config.destroy_timeout_s)
             self.counters["destroyed"] += 1
-        except (SandboxError, TimeoutError) as error:
+        except Exception as error:  # noqa: BLE001  whatever it is, it is tried again
             self.counters["destroy_failed"] += 1
-            log.warning("sandbox %s could not be destroyed now (%s); the reaper will try again", sandbox.id, error)
+            self._undead.append(sandbox)
+            log.warning("sandbox %s could not be destroyed now: %s: %s", sandbox.id, type(error).__name__, error)
+
+    async def _end_the_undead(self) -> None:
+        """Those that could not be destroyed before."""
+        undead, self._undead = self._undead, []
+        await asyncio.gather(*map(self._end, undead))
 
     def metrics(self) -> dict[str, float]:
         """For a step's line: counts since the last call, and how many are alive and ready."""

@@ -2,6 +2,7 @@
 
 import ast
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -158,3 +159,52 @@ async def test_a_process_that_says_nothing_is_not_waited_for():
     with pytest.raises(ChannelLost, match="ended at its start"):
         await channel.start(5)
     await channel.close()
+
+
+async def test_a_reader_that_comes_and_goes_loses_no_room(channel):
+    process = await channel.spawn(["cat"])
+    for n in range(60):
+        await process.write(bytes([n]) * 50_000)
+        received = 0
+        while received < 50_000:
+            async for _, part in process.output():
+                received += len(part)
+                break
+    await process.end_input()
+    assert await process.wait() == 0
+
+
+async def test_input_for_what_has_ended_is_refused_not_waited_for(channel):
+    process = await channel.spawn(["sh", "-c", "exec < /dev/null; sleep 0.2"])
+    async with asyncio.timeout(10):
+        with contextlib.suppress(BrokenPipeError):
+            for _ in range(100):
+                await process.write(b"x" * 200_000)
+                await asyncio.sleep(0.01)
+            raise AssertionError("everything was taken")
+        assert await process.wait() == 0
+
+
+async def test_one_may_wait_while_another_reads(channel):
+    process = await channel.spawn(["sh", "-c", "sleep 0.2; echo hi; exit 5"])
+    waiting = asyncio.create_task(process.wait())
+    seen = [part async for part in process.output()]
+    assert await asyncio.wait_for(waiting, 5) == 5
+    assert seen in ([("stdout", b"hi\n")], [])
+
+
+async def test_a_command_that_ends_its_supervisor_ends_with_all_it_started(channel):
+    async with asyncio.timeout(8):
+        result = await channel.run(["sh", "-c", "setsid sleep 972 & kill -9 $PPID; sleep 971"], timeout_s=60)
+    assert result.outcome == "signal"
+    assert not [name for name in os.listdir("/proc") if name.isdigit() and runs(name, b"sleep\x0097")]
+    assert (await channel.run(["echo", "on"], timeout_s=5)).stdout == b"on\n"
+
+
+async def test_what_only_looks_like_a_file_is_not_waited_for(channel, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    async with asyncio.timeout(5):
+        with pytest.raises(OSError, match="regular"):
+            await channel.get(str(tmp_path / "pipe"), 10)
+        with pytest.raises(OSError, match=r"No such device|regular"):
+            await channel.put(str(tmp_path / "pipe"), b"x")

@@ -42,3 +42,12 @@ async def test_a_background_child_that_holds_the_pipe_does_not_block():
 async def test_a_missing_program_is_an_error_at_once():
     with pytest.raises(FileNotFoundError):
         Child(["/no/such/program"], env=ENV)
+
+
+async def test_a_child_that_holds_the_input_open_and_does_not_read_it_freezes_nobody():
+    began = time.monotonic()
+    child = Child(["sh", "-c", "exec 3<&0; sleep 3 <&3 & exit 0"], env=ENV, stdin=b"x" * 1_000_000)
+    assert await child.wait() == 0
+    child.close()
+    child.kill()
+    assert time.monotonic() - began < 2

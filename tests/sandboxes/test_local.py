@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from miles.errors import SandboxCreateFailed, SandboxError, SandboxLost, SandboxUnavailable
-from miles.processes import alive_owners, owner_tag
+from miles.processes import owner_mark
 from miles.sandboxes.base import Resources, SandboxSpec
 from miles.sandboxes.local.backend import LocalBackend
 from miles.sandboxes.local.reaper import processes_with, reap
@@ -176,7 +176,7 @@ async def test_network_access_is_refused_with_a_way_out():
 async def test_a_sandbox_that_cannot_start_says_why():
     with pytest.raises(SandboxCreateFailed, match="bwrap ended with status"):
         await LocalBackend().create(SandboxSpec(files={"/usr/not/writable": b""}))
-    assert not processes_with(f"MILES_OWNER={owner_tag()}")
+    assert not processes_with(f"MILES_OWNER={owner_mark()}")
 
 
 async def test_without_isolation_nothing_runs_unless_it_is_wanted(monkeypatch):
@@ -257,7 +257,7 @@ def test_a_killed_owner_leaves_nothing_after_the_next_reap():
     while _with_prefix(mark) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert _with_prefix(mark) == []
-    assert reap(backend._cgroups, alive_owners()) == 0
+    assert reap(backend._cgroups) == 0
     assert [g for root in backend._cgroups for g in root.glob(f"{owner.pid}-*")] == []
 
 

@@ -4,7 +4,7 @@ import time
 import pytest
 
 from miles.errors import ConfigError, SandboxCreateFailed, SandboxError
-from miles.processes import owner_tag
+from miles.processes import owner_mark
 from miles.sandboxes.base import Capabilities, Image, SandboxSpec
 from miles.sandboxes.local.backend import LocalBackend
 from miles.sandboxes.local.reaper import processes_with
@@ -146,7 +146,7 @@ async def test_many_real_sandboxes_cancelled_at_random_leave_nothing():
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     await pool.close()
-    assert processes_with(f"MILES_OWNER={owner_tag()}") == []
+    assert processes_with(f"MILES_OWNER={owner_mark()}") == []
 
 
 async def test_only_so_many_are_alive_and_the_others_wait():
@@ -279,3 +279,24 @@ def test_a_backends_own_settings_are_checked():
         make_backend(SandboxConfig(backend="docker", settings={"colour": "red"}))
     with pytest.raises(ConfigError, match="do not fit the backend 'local'"):
         make_backend(SandboxConfig(settings={"colour": "red"}))
+
+
+async def test_what_could_not_be_destroyed_is_tried_again_and_keeps_nobody_waiting():
+    provider = Provider()
+    pool = SandboxPool(provider, SandboxConfig(most=1))
+    async with pool.sandbox(SandboxSpec()) as machine:
+        destroy, machine.destroy = machine.destroy, None  # not even an error of ours
+    async with pool.sandbox(SandboxSpec()):
+        machine.destroy = destroy
+    assert machine.destroyed == 0
+    await pool.close()
+    assert {one.destroyed for one in provider.made} == {1}
+
+
+async def test_sandboxes_made_ahead_make_room_for_an_episode():
+    pool = SandboxPool(Provider(), SandboxConfig(most=2, warm=2))
+    async with asyncio.timeout(10):
+        for n in range(6):
+            async with pool.sandbox(SandboxSpec(workdir=f"/w{n}")):
+                await asyncio.sleep(0.01)
+    await pool.close()

@@ -1,14 +1,17 @@
 """Ways out of a local sandbox that have been taken elsewhere, and are closed here."""
 
+import asyncio
 import os
 import socket
 import subprocess
 
 import pytest
 
+from miles.processes import machine_tag, owner_mark
 from miles.sandboxes.base import Image, SandboxSpec
 from miles.sandboxes.local.backend import LocalBackend
-from tests.emulators.images import python_root
+from miles.sandboxes.local.rootfs import _delete
+from tests.emulators.images import busybox_root, python_root
 from tests.sandboxes.test_local import ASK, greeter
 
 
@@ -37,6 +40,7 @@ async def python(machine, code):
         "chroot /workspace /bin/true",
         "hostname other",
         "ip link add dummy0 type dummy",
+        "unshare -Ur true",
     ],
 )
 async def test_neither_mounts_nor_the_kernels_switches_can_be_changed(machine, command):
@@ -153,3 +157,60 @@ async def test_links_in_the_sandbox_lead_nowhere_on_the_host(machine, tmp_path):
     with pytest.raises(OSError, match="cannot write"):
         await machine.write("/workspace/made/file", b"x")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["secret"]
+
+
+async def test_files_of_a_task_do_not_follow_an_images_links_to_the_host(tmp_path):
+    (tmp_path / "victim").write_text("mine")
+    root = busybox_root(tmp_path / "root")
+    (root / "workspace" / "note").symlink_to(f"/oldroot{tmp_path}/victim")
+    (root / "out").symlink_to(f"/oldroot{tmp_path}")
+    spec = {"files": {"/workspace/note": b"overwritten"}, "image": Image(rootfs=root)}
+    with pytest.raises(OSError, match="cannot write"):
+        await LocalBackend().create(SandboxSpec(**spec))
+    made = await LocalBackend().create(SandboxSpec(image=Image(rootfs=root), workdir="/out/made"))
+    await made.destroy()
+    assert (tmp_path / "victim").read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["root", "victim"]
+
+
+async def test_variables_of_a_task_reach_its_commands_and_no_program_of_the_host(tmp_path):
+    image = Image(rootfs=busybox_root(tmp_path / "root"))
+    env = {"LD_PRELOAD": "/nowhere.so", "QUOTED": 'it\'s "here"\n$HOME'}
+    made = await LocalBackend().create(SandboxSpec(image=image, env=env))
+    result = await made.exec('echo "$LD_PRELOAD|$QUOTED"')
+    assert (result.stdout, result.stderr) == (b'/nowhere.so|it\'s "here"\n$HOME\n', b"")
+    await made.destroy()
+
+
+async def test_clearing_up_follows_no_links(tmp_path):
+    (tmp_path / "host").mkdir(mode=0o755)
+    tree = tmp_path / "tree"
+    (tree / "locked").mkdir(parents=True)
+    (tree / "locked" / "file").write_text("x")
+    (tree / "link").symlink_to(tmp_path / "host")
+    (tree / "locked").chmod(0)
+    _delete(tree)
+    assert not tree.exists()
+    assert (tmp_path / "host").stat().st_mode & 0o777 == 0o755
+
+
+async def test_the_reaper_judges_owners_of_this_machine_only():
+    marks = (f"1-1@{machine_tag()}", "1-1@another", owner_mark())
+    processes = [await asyncio.create_subprocess_exec("sleep", "60", env={"MILES_OWNER": mark}) for mark in marks]
+    await LocalBackend().reap()
+    assert await asyncio.wait_for(processes[0].wait(), 5) == -9
+    assert [process.returncode for process in processes[1:]] == [None, None]
+    for process in processes[1:]:
+        process.kill()
+        await process.wait()
+
+
+@pytest.mark.slow
+async def test_a_command_that_ends_whatever_it_can_does_not_cost_the_episode(machine):
+    result = await machine.exec("(while :; do pkill -9 python3; done) & sleep 0.5", timeout_s=20)
+    assert result.outcome == "signal"
+    await machine.quiesce()
+    assert (await machine.exec("echo on")).stdout == b"on\n"
+    await machine.exec("kill -STOP -1", timeout_s=1)
+    await machine.quiesce()
+    assert (await machine.exec("echo on")).stdout == b"on\n"

@@ -54,6 +54,7 @@ class _Stream:
         self.on_its_way = 0
         self.room = asyncio.Event()
         self.room.set()
+        self.over = False
 
 
 class Channel:
@@ -139,10 +140,15 @@ class Channel:
         with 126 or 127 and says why on its standard error."""
         number, stream = self._open()
         ask = {"argv": list(argv), "cwd": cwd, "env": dict(env or {}), "user": user}
-        await self._send(("R", number, _told(ask)))
-        async for kind, payload in self._inbox(stream):
-            if kind == "s":
-                return ChannelProcess(self, number, stream, int(_facts(payload).get("pid", 0)))
+        try:
+            await self._send(("R", number, _told(ask)))
+            async for kind, payload in self._inbox(stream):
+                if kind == "s":
+                    return ChannelProcess(self, number, stream, int(_facts(payload).get("pid", 0)))
+        except BaseException:
+            await asyncio.shield(self._kill(number, stream))
+            self.forget(number)
+            raise
         raise AssertionError("the inbox ends only with an error")
 
     async def get(self, path: str, most: int) -> bytes:
@@ -185,9 +191,9 @@ class Channel:
                     break
             await self._carry(number, stream, reader, writer)
 
-    async def silence(self, spare: Sequence[Sequence[int]]) -> None:
+    async def silence(self, spare: Sequence[Sequence[int]], limit_s: float = 60.0) -> None:
         """End every process inside but those named as (pid, start time), and the one that answers."""
-        async with self._stream() as (number, stream), _in_time():
+        async with self._stream() as (number, stream), _in_time(limit_s):
             await self._send(("Q", number, _told({"spare": [list(one) for one in spare]})))
             async for kind, _ in self._inbox(stream):
                 if kind == "x":
@@ -233,6 +239,10 @@ class Channel:
         if self._text:
             parts = [b"<" + base64.b64encode(part) + b"\n" for part in parts]
         data = b"".join(parts)
+        # A frame is sent whole or not at all, whoever is cancelled meanwhile.
+        await asyncio.shield(asyncio.ensure_future(self._write(data)))
+
+    async def _write(self, data: bytes) -> None:
         try:
             async with self._writing:
                 await self._pipe.write(data)
@@ -275,6 +285,9 @@ class Channel:
             if known.on_its_way < _WINDOW:
                 known.room.set()
         else:
+            if kind == "x":
+                known.over = True
+                known.room.set()
             known.inbox.put_nowait((kind, payload))
 
     def _end(self) -> None:
@@ -344,6 +357,8 @@ class Channel:
         for at in range(0, len(data), _CHUNK):
             part = data[at : at + _CHUNK]
             await stream.room.wait()
+            if stream.over:
+                raise BrokenPipeError("the process has ended")
             stream.on_its_way += len(part)
             if stream.on_its_way >= _WINDOW:
                 stream.room.clear()
@@ -361,9 +376,11 @@ class Channel:
         """Send a signal to all that a command started."""
         await self._send(("K", number, _told({"signal": int(value)})))
 
-    def inbox(self, stream: _Stream) -> AsyncIterator[tuple[str, bytes]]:
-        """Frames of one stream."""
-        return self._inbox(stream)
+    async def next(self, stream: _Stream) -> tuple[str, bytes]:
+        """The next frame of a stream."""
+        async for found in self._inbox(stream):
+            return found
+        raise AssertionError("the inbox ends only with an error")
 
     def forget(self, number: int) -> None:
         """A stream is over."""
@@ -377,22 +394,32 @@ class ChannelProcess:
         self._channel, self._number, self._stream = channel, number, stream
         self.pid = pid
         """Inside, of the process above the command."""
+        self._reading, self._ended = asyncio.Lock(), asyncio.Event()
         self.exit_code: int | None = None
         """Negative: the signal that ended it. None while it runs."""
 
     async def output(self) -> AsyncIterator[tuple[str, bytes]]:
-        """("stdout" or "stderr", bytes) as they come, until the end. What is not taken holds the command up."""
+        """("stdout" or "stderr", bytes) as they come, until the end. What is not taken holds the command up. One reader
+        at a time; `wait` beside it only waits."""
         names = {"o": "stdout", "e": "stderr"}
-        if self.exit_code is not None:
-            return
-        async for kind, payload in self._channel.inbox(self._stream):
-            if kind == "x":
-                self.exit_code = int(_facts(payload).get("status", -SIGKILL))
-                self._channel.forget(self._number)
-                return
-            if kind in names:
-                yield names[kind], payload
-                await self._channel.acknowledge(self._number, len(payload))
+        async with self._reading:
+            while not self._ended.is_set():
+                try:
+                    kind, payload = await self._channel.next(self._stream)
+                except ChannelLost:  # what looked after it was ended, with it or by it
+                    self._end(-SIGKILL)
+                    return
+                if kind == "x":
+                    self._end(int(_facts(payload).get("status", -SIGKILL)))
+                elif kind in names:
+                    with contextlib.suppress(ChannelLost):
+                        await self._channel.acknowledge(self._number, len(payload))
+                    yield names[kind], payload
+
+    def _end(self, status: int) -> None:
+        self.exit_code = status
+        self._channel.forget(self._number)
+        self._ended.set()
 
     async def write(self, data: bytes) -> None:
         """To its standard input."""
@@ -408,8 +435,11 @@ class ChannelProcess:
 
     async def wait(self) -> int:
         """Its exit code, outputs that nobody took left out."""
-        async for _ in self.output():
-            pass
+        if self._reading.locked():
+            await self._ended.wait()
+        else:
+            async for _ in self.output():
+                pass
         assert self.exit_code is not None
         return self.exit_code
 

@@ -20,11 +20,14 @@ from miles.sandboxes.inside.native import END_ALL
 __all__ = ["Machine", "MachineSandbox"]
 
 _START = 'command -v python3 > /dev/null && exec python3 -I -S -c "$@"; exec python -I -S -c "$@"'  # no process but one
-_RECEIVE = "import os;d=b'';exec('while len(d)<{0}:d+=os.read(0,{0}-len(d))');exec(compile(d,'miles','exec'))"
+_RECEIVE = (
+    "import os;d=b'';exec('while len(d)<{0}:d+=os.read(0,{0}-len(d)) or os._exit(0)');exec(compile(d,'miles','exec'))"
+)
 """What the process inside begins with: it reads its program, since everybody there sees its arguments."""
-_NO_PYTHON = "command -v python3 || command -v python"
-_READ = 'cat -- "$1" | head -c "$2"; test -f "$1"'
-_WRITE = 'mkdir -p -- "$(dirname -- "$1")" && cat > "$1"'
+_NO_PYTHON = "command -v python3 || command -v python || echo none"
+_OPENINGS = 5  # how often a way in is tried while commands end whatever they can
+_READ = 'test -f "$1" && head -c "$2" -- "$1"'
+_WRITE = 'mkdir -p -- "$(dirname -- "$1")" && { ! test -e "$1" || test -f "$1"; } && cat > "$1"'
 
 
 class Machine(Protocol):
@@ -35,6 +38,8 @@ class Machine(Protocol):
     has_workdir: bool
     """Whether it begins with the spec's work directory."""
 
+    env: Mapping[str, str]
+    """Variables of its image that a process inside does not have by itself."""
     python: str
     """Where its Python is; empty: to be looked for."""
 
@@ -79,9 +84,11 @@ class MachineSandbox:
         self._native = False
         self._opening = asyncio.Lock()
         self._spare: list[list[int]] = []
+        self._inside: list[int] = []
+        """The present process inside: its pid and when it started."""
         self._reached: dict[int, Connect] = {}
         self._servers: list[asyncio.Server] = []
-        self._destroyed = False
+        self._destroyed = self._ended = False
 
     @property
     def id(self) -> str:
@@ -107,19 +114,34 @@ class MachineSandbox:
             if self._native or (self._channel is not None and not self._channel.lost.is_set()):
                 return self._channel
             await self._hang_up()
-            try:
-                self._channel = await self._new_channel()
-                await self._listen_again(self._channel)
-            except ChannelLost:
-                if not await self._machine.alive():
-                    raise SandboxLost(f"sandbox {self.id} is gone; the episode starts again in a fresh one") from None
-                found = await self._machine.run(["/bin/sh", "-c", _NO_PYTHON], timeout_s=20.0)
-                if found.exit_code == 0:
-                    raise
-                self._native = True
+            await self._reopen()
             return self._channel
 
-    async def _new_channel(self) -> Channel:
+    async def _reopen(self) -> list[list[int]]:
+        """Open a channel, or find that there can be none; the processes that ran before it. SandboxLost."""
+        for tries in range(1, _OPENINGS + 1):
+            try:
+                channel, found = await self._new_channel()
+            except ChannelLost as error:
+                if not await self._machine.alive():
+                    raise SandboxLost(f"sandbox {self.id} is gone; the episode starts again in a fresh one") from error
+                if not self._spare and await self._has_no_python():
+                    self._native = True
+                    return []
+                if tries == _OPENINGS:
+                    raise
+                await self._machine.end_all()
+            else:
+                self._channel = channel
+                await self._listen_again(channel)
+                return found
+        raise AssertionError("the loop returns or raises")
+
+    async def _has_no_python(self) -> bool:
+        found = await self._machine.run(["/bin/sh", "-c", _NO_PYTHON], timeout_s=20.0)
+        return found.stdout.strip() == b"none"
+
+    async def _new_channel(self) -> tuple[Channel, list[list[int]]]:
         arguments = ["text"] if self._machine.text else []
         program = GUEST.encode()
         words = [_RECEIVE.format(len(program)), *arguments]
@@ -130,12 +152,15 @@ class MachineSandbox:
         try:
             await channel.send_program(program)
             told = await channel.start()
-            if not self._spare:
-                self._spare = [one for one in told.get("processes", ()) if one[0] != told.get("pid")]
         except BaseException:
-            await channel.close()
+            await asyncio.shield(channel.close())
             raise
-        return channel
+        found = [list(one) for one in told.get("processes", ())]
+        self._inside = next((one for one in found if one[0] == told.get("pid")), [])
+        others = [one for one in found if one != self._inside]
+        self._spare = self._spare or others
+        stopped = [list(one) for one in told.get("stopped", ())]
+        return channel, [one for one in others if one not in stopped]
 
     async def _listen_again(self, channel: Channel) -> None:
         for port, connect in self._reached.items():
@@ -165,20 +190,34 @@ class MachineSandbox:
         check_timeout(timeout_s)
         settings = {**self._settings(cwd, env), "timeout_s": timeout_s, "stdin": stdin, "max_output": max_output}
         channel = await self._open()
-        before = self._machine.oom_kills()
+        before, inside = self._machine.oom_kills(), self._inside
         if channel is None:
             return await self._machine.run(_argv(command), **settings)
         try:
             result = await channel.run(_argv(command), **settings)
         except ChannelLost as error:
-            if not await self._machine.alive():
-                raise SandboxLost(f"sandbox {self.id} is gone; the episode starts again in a fresh one") from error
-            await self.quiesce()
+            await self._after_loss(channel, inside, error)
             result = _killed()
         after = self._machine.oom_kills()
         if before is not None and after is not None and after > before and result.outcome in ("signal", "exited"):
             return replace(result, outcome="oom") if result.exit_code != 0 else result
         return result
+
+    async def _after_loss(self, channel: Channel, inside: list[int], error: ChannelLost) -> None:
+        """Return when the process inside was ended by a command, which is the command's doing. SandboxLost when the
+        machine is gone, or when that process lives on and only the way to it broke."""
+        async with self._opening:
+            if self._channel is not channel:
+                return  # another caller has seen to it
+            self._channel = None
+            try:
+                lives = inside in await self._reopen()
+                with contextlib.suppress(SandboxLost):
+                    await self._silence()
+            finally:
+                await asyncio.shield(channel.close())
+            if lives:
+                raise SandboxLost(f"sandbox {self.id} does not answer: {error}") from error
 
     async def spawn(
         self, command: str | Sequence[str], *, cwd: str | None = None, env: Mapping[str, str] | None = None
@@ -250,29 +289,43 @@ class MachineSandbox:
         if not await self._machine.alive():
             raise SandboxLost(f"sandbox {self.id} is gone; the episode starts again in a fresh one")
         async with self._opening:
-            if await self._machine.end_all():
-                await self._hang_up()
-                return
-            if self._native:
-                await self._machine.run(["/bin/sh", "-c", END_ALL], timeout_s=60.0)
-                return
-            if self._channel is not None:  # makes room for a new process, where there is none left
-                with contextlib.suppress(SandboxLost):
-                    await self._channel.silence(self._spare)
-            fresh = await self._new_channel()
-            await fresh.silence(self._spare)
+            await self._silence()
+
+    async def _silence(self) -> None:
+        """End everything and begin anew."""
+        if await self._machine.end_all():
             await self._hang_up()
-            self._channel = fresh
-            await self._listen_again(fresh)
+            return
+        if self._native:
+            await self._machine.run(["/bin/sh", "-c", END_ALL], timeout_s=60.0)
+            return
+        if self._channel is not None:  # makes room for a new process, where there is none left
+            with contextlib.suppress(SandboxLost):
+                await self._channel.silence(self._spare, 5.0)
+        for tries in range(1, _OPENINGS + 1):
+            old, self._channel = self._channel, None
+            try:
+                await self._reopen()
+                assert self._channel is not None
+                await self._channel.silence(self._spare)
+            except ChannelLost:
+                if tries == _OPENINGS:
+                    raise
+            else:
+                return
+            finally:
+                if old is not None:
+                    await asyncio.shield(old.close())
 
     async def destroy(self) -> None:
-        if self._destroyed:
+        if self._ended:
             return
         self._destroyed = True
         for server in self._servers:
             server.close()
         try:
             await self._machine.destroy()
+            self._ended = True
         finally:
             with contextlib.suppress(SandboxError):
                 await self._hang_up()
@@ -284,7 +337,7 @@ class MachineSandbox:
         return channel
 
     def _settings(self, cwd: str | None, env: Mapping[str, str] | None) -> dict[str, Any]:
-        facts = {"cwd": cwd or self._spec.workdir, "env": {**self._spec.env, **(env or {})}}
+        facts = {"cwd": cwd or self._spec.workdir, "env": {**self._machine.env, **self._spec.env, **(env or {})}}
         return {**facts, "user": self._spec.user or None}
 
 

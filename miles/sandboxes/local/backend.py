@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from miles.errors import SandboxCreateFailed, SandboxError, SandboxUnavailable
-from miles.processes import alive_owners, owner_tag
+from miles.processes import owner_mark
 from miles.sandboxes.base import Capabilities, Image, Sandbox, SandboxInfo, SandboxSpec
 from miles.sandboxes.children import Child
 from miles.sandboxes.inside.machine import MachineSandbox
@@ -75,7 +75,7 @@ class LocalBackend:
                 isolation="process",
                 network_none=True,
                 limits=limits,
-                images=("rootfs", "snapshot"),
+                images=("rootfs", "snapshot") if os.geteuid() == 0 else ("snapshot",),  # an image's files are root's
                 snapshot=True,
                 notes=notes,
             )
@@ -132,10 +132,14 @@ class LocalBackend:
         root = await asyncio.to_thread(root_of, spec.image)
         machine = await self._machine(spec, root)
         sandbox = MachineSandbox(machine, spec)
-        if root.archive is not None:
-            packed = await asyncio.to_thread(root.archive.read_bytes)
-            await machine.run(["tar", "-C", "/", "-xf", "-"], stdin=packed, timeout_s=120.0)
-        await sandbox.start({})
+        try:
+            if root.archive is not None:
+                await machine.unpack(await asyncio.to_thread(root.archive.read_bytes))
+        except BaseException:
+            await asyncio.shield(sandbox.destroy())
+            raise
+        # Where links may lead out while the root is being made, files are written by the sandbox itself.
+        await sandbox.start(spec.files if root.lowers else {})
         return sandbox
 
     async def prepare(self, image: Image) -> None:
@@ -148,8 +152,8 @@ class LocalBackend:
         return None
 
     async def _machine(self, spec: SandboxSpec, root: Root) -> LocalMachine:
-        name = f"{owner_tag()}.{next(_counter)}"
-        contents = {**spec.files, **({} if root.lowers else {"/etc/passwd": _PASSWD})}
+        name = f"{owner_mark()}.{next(_counter)}"
+        contents = {} if root.lowers else {**spec.files, "/etc/passwd": _PASSWD}
         writable = await asyncio.to_thread(Writable.make) if root.lowers else None
         files = [os.memfd_create("file") for _ in contents]
         read_end, write_end = os.pipe()
@@ -169,7 +173,7 @@ class LocalBackend:
                 "-c",
                 _READY,
             ]
-            env = {"PATH": PATH, "MILES_OWNER": owner_tag(), "MILES_LABELS": json.dumps(dict(spec.labels))}
+            env = {"PATH": PATH, "MILES_OWNER": owner_mark(), "MILES_LABELS": json.dumps(dict(spec.labels))}
             child = Child(argv, env=env, pass_fds=[*files, write_end])
             os.close(write_end)
             write_end = -1
@@ -205,7 +209,7 @@ class LocalBackend:
             exited.cancel()
 
     async def reap(self) -> int:
-        return await asyncio.to_thread(reap, self._cgroups, alive_owners())
+        return await asyncio.to_thread(reap, self._cgroups)
 
     def _as_user(self, root: Root) -> list[str]:
         """What goes before a command of this host. An image's files are root's, so it is root who has them."""
@@ -219,15 +223,14 @@ class LocalBackend:
     ) -> list[str]:
         assert self._bwrap is not None
         user = "0" if writable is not None else "1000"  # an image's files are its root's
-        argv = [self._bwrap, "--unshare-all", "--unshare-user", "--uid", user, "--gid", user]
+        argv = [self._bwrap, "--unshare-all", "--unshare-user", "--disable-userns", "--uid", user, "--gid", user]
         argv += ["--hostname", "sandbox", "--die-with-parent", "--as-pid-1", "--clearenv", "--cap-drop", "ALL"]
         if writable is not None:
             for lower in root.lowers:
                 argv += ["--overlay-src", str(lower)]
             argv += ["--overlay", str(writable.upper), str(writable.folder / "work"), "/"]
-            argv += [*_PROC_ARGV, "--dev", "/dev", "--dir", spec.workdir]
-        else:
-            argv += self._host_argv(spec)
+            return [*argv, *_PROC_ARGV, "--dev", "/dev", "--chdir", "/"]
+        argv += self._host_argv(spec)
         for path, fd in files.items():
             argv += ["--perms", "0644", "--file", str(fd), path]
         return [*argv, "--chdir", spec.workdir]

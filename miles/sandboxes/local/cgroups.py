@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from miles.processes import owner_is_dead
 from miles.sandboxes.base import Resources
 
 __all__ = ["Cgroup", "cgroup_root", "make_cgroup", "reap_cgroups"]
@@ -40,8 +41,9 @@ class Cgroup:
                 if (folder / "cgroup.kill").exists():
                     (folder / "cgroup.kill").write_text("1")
                 for pid in (folder / "cgroup.procs").read_text().split():
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(int(pid), 9)
+                    if pid != "0":  # a process that cannot be seen from here
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(int(pid), 9)
 
     def remove(self) -> bool:
         """Delete the folders; members may need a moment to vanish."""
@@ -95,11 +97,11 @@ def make_cgroup(roots: tuple[Path, ...], name: str, resources: Resources) -> Cgr
     return Cgroup(folders)
 
 
-def reap_cgroups(roots: tuple[Path, ...], alive: set[str]) -> None:
-    """Remove groups whose owner (the part of the name before the first dot) is not in `alive`."""
+def reap_cgroups(roots: tuple[Path, ...]) -> None:
+    """Remove groups whose owner (the part of the name before the first dot) is dead."""
     for root in roots:
         for folder in root.iterdir() if root.exists() else ():
-            if folder.is_dir() and folder.name.partition(".")[0] not in alive:
+            if folder.is_dir() and owner_is_dead(folder.name.partition(".")[0]):
                 group = Cgroup((folder,))
                 group.kill()
                 group.remove()

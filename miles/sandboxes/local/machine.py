@@ -5,14 +5,16 @@ import contextlib
 import fcntl
 import itertools
 import os
+import re
 import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from miles.errors import SandboxError, SandboxLost
-from miles.processes import owner_tag
+from miles.processes import owner_mark
 from miles.sandboxes.base import Connect, ExecResult, Image, SandboxSpec
 from miles.sandboxes.children import Child, ChildPipe, finished
 from miles.sandboxes.local.cgroups import Cgroup
@@ -25,6 +27,8 @@ __all__ = ["PATH", "LocalMachine", "Places"]
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _JOIN = 'ulimit -c 0; for d in $1; do echo $$ > "$d/cgroup.procs" || exit 125; done; shift; exec "$@"'
 _BEST_EFFORT = 'ulimit -c 0; ulimit -v "$1"; ulimit -f "$2"; shift 2; exec "$@"'
+_WITH = '. "$0"; exec "$@"'
+_NAME, _QUOTE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*"), "'\\''"
 _NS_GET_PARENT = 0xB702
 _counter = itertools.count()
 
@@ -41,7 +45,7 @@ class Places:
 class LocalMachine:
     """One bubblewrap sandbox."""
 
-    text, has_workdir = False, True
+    text = False
 
     def __init__(
         self, name: str, spec: SandboxSpec, outer: Child, init_pid: int, nsenter: Sequence[str], places: Places
@@ -64,8 +68,10 @@ class LocalMachine:
             inner = (nsenter[-1], "--user=/proc/1/ns/user", "--preserve-credentials", "--")
             self._enter = [*nsenter, f"--user=/proc/self/fd/{self._fds[0]}", *spaces, *inner]
             self._enter_network = [*nsenter, f"--user=/proc/self/fd/{self._fds[0]}", *network]
-        self._own_pids = set(processes_with(None, self._namespace)) if self._group is None else set()
+        self._session = Path(f"/proc/{init_pid}/stat").read_text().rpartition(")")[2].split()[3]
         self._destroyed = False
+        self.env: Mapping[str, str] = dict(places.root.env)
+        self.has_workdir = not places.root.lowers
         here = "/usr/bin/python3"  # the host's programs are the sandbox's
         self.python = here if not self._root.lowers and os.access(here, os.X_OK) else ""
 
@@ -76,7 +82,7 @@ class LocalMachine:
     async def open(self, argv: Sequence[str]) -> ChildPipe:
         self._refuse_if_lost()
         command = [*self._limited(), *self._enter, *argv]
-        return await ChildPipe(command, env=self._env(f"{self._name}.inside", None), pass_fds=self._fds).start()
+        return await ChildPipe(command, env=self._outer_env(f"{self._name}.inside"), pass_fds=self._fds).start()
 
     async def run(self, argv: Sequence[str], **settings: Any) -> ExecResult:
         self._refuse_if_lost()
@@ -88,13 +94,17 @@ class LocalMachine:
             argv = ["/bin/sh", "-c", 'cd "$1" && shift && exec "$@"', "sh", cwd, *argv]
         ooms = self.oom_kills() or 0
         began = time.monotonic()
-        child = Child(
-            [*self._limited(), *self._enter, *argv],
-            env=self._env(mark, settings.get("env")),
-            stdin=settings.get("stdin", b""),
-            limit=settings.get("max_output", 1 << 20),
-            pass_fds=self._fds,
-        )
+        variables = _exports({**self.env, **settings.get("env", {})})
+        try:
+            child = Child(
+                [*self._limited(), *self._enter, "/bin/sh", "-c", _WITH, f"/proc/self/fd/{variables}", *argv],
+                env=self._outer_env(mark),
+                stdin=settings.get("stdin", b""),
+                limit=settings.get("max_output", 1 << 20),
+                pass_fds=(*self._fds, variables),
+            )
+        finally:
+            os.close(variables)
         timed_out = False
         try:
             try:
@@ -116,17 +126,30 @@ class LocalMachine:
         return self._group.oom_kills() if self._group is not None else None
 
     async def end_all(self) -> bool:
-        if self._group is not None:  # only entered commands are members, not the sandbox's own init
-            while self._group.members():
-                self._group.kill()
-                await asyncio.sleep(0.002)
-            return True
-        while pids := set(await asyncio.to_thread(processes_with, None, self._namespace)) - self._own_pids:
-            for pid in pids:  # whatever a process made of its environment: all of the namespace but its init
+        while pids := await asyncio.to_thread(self._commands):
+            for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             await asyncio.sleep(0.002)
         return True
+
+    def _commands(self) -> list[int]:
+        """All of the namespace but its init and what that has started. What leads in from outside ends by itself, and
+        reaps what it led in: killed, it would leave that to an init that may not."""
+        found = []
+        for pid in processes_with(None, self._namespace):
+            with contextlib.suppress(OSError):
+                told = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                own = pid == self._init_pid or (int(told[1]) == self._init_pid and told[3] == self._session)
+                if not own:
+                    found.append(pid)
+        return found
+
+    async def unpack(self, packed: bytes) -> None:
+        """Unpack a snapshot's files. SandboxCreateFailed when they do not fit."""
+        done = await self.run(["tar", "-C", "/", "-xf", "-"], stdin=packed, timeout_s=120.0)
+        if done.exit_code != 0:
+            raise SandboxError(f"a snapshot could not be unpacked: {done.stderr.decode(errors='replace')[-300:]}")
 
     async def listen(self, connect: Connect, port: int) -> tuple[asyncio.Server, int] | None:
         return await serve_inside(self._enter_network, connect, port, self._fds)
@@ -146,6 +169,7 @@ class LocalMachine:
 
     async def destroy(self) -> None:
         if self._destroyed:
+            await self._clean_up()
             return
         self._destroyed = True
         with contextlib.suppress(ProcessLookupError):
@@ -158,12 +182,15 @@ class LocalMachine:
         self._outer.close()
         for fd in (self._init, *self._fds):
             os.close(fd)
+        await self._clean_up()
+
+    async def _clean_up(self) -> None:
+        if self._writable is not None:
+            await asyncio.to_thread(self._writable.remove)
         if self._group is not None:
             self._group.kill()
             if not self._group.remove():
                 raise SandboxError(f"control group {self._group.folders} could not be removed")
-        if self._writable is not None:
-            await asyncio.to_thread(self._writable.remove)
 
     def _limited(self) -> list[str]:
         resources = self._spec.resources
@@ -172,17 +199,12 @@ class LocalMachine:
         blocks = str(resources.disk_mib * 2048)
         return ["/bin/sh", "-c", _BEST_EFFORT, "sh", str(resources.memory_mib << 10), blocks]
 
-    def _env(self, mark: str, extra: Mapping[str, str] | None) -> dict[str, str]:
+    def _outer_env(self, mark: str) -> dict[str, str]:
+        """Of the programs of this host that lead inside: nothing of an image or a task, which could load code into
+        them."""
         home = "/root" if self._root.lowers else self._spec.workdir
         base = {"PATH": PATH, "HOME": home, "LANG": "C.UTF-8", "TERM": "dumb"}
-        return {
-            **base,
-            **self._root.env,
-            **self._spec.env,
-            **(extra or {}),
-            "MILES_OWNER": owner_tag(),
-            "MILES_EXEC": mark,
-        }
+        return {**base, "MILES_OWNER": owner_mark(), "MILES_EXEC": mark}
 
     def _lost(self) -> bool:
         gone = not os.path.exists(f"/proc/{self._init_pid}/ns/pid")  # noqa: PTH110
@@ -206,6 +228,16 @@ class LocalMachine:
                     continue
             await asyncio.sleep(0.01)
         await child.wait()
+
+
+def _exports(env: Mapping[str, str]) -> int:
+    """A file in memory that a shell inside reads its variables from: arguments are seen by everybody."""
+    lines = [
+        f"export {name}='{value.replace(chr(39), _QUOTE)}'\n" for name, value in env.items() if _NAME.fullmatch(name)
+    ]
+    fd = os.memfd_create("variables", 0)
+    os.write(fd, "".join(lines).encode("utf-8", "surrogateescape"))
+    return fd
 
 
 def _outer_userns(pid: int) -> int:

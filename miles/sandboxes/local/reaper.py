@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from miles.processes import owner_is_dead
 from miles.sandboxes.base import SandboxInfo
 from miles.sandboxes.local.cgroups import reap_cgroups
 
@@ -41,14 +42,14 @@ def processes_with(entry: str | None, namespace: str | None = None) -> list[int]
     return found
 
 
-def reap(cgroups: tuple[Path, ...], alive: set[str]) -> int:
+def reap(cgroups: tuple[Path, ...]) -> int:
     """Kill every process whose owner is dead, namespace inits first; remove their control groups."""
     orphans: list[tuple[bool, int]] = []
     for pid in _pids():
         try:
             environ = (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
             owner = next((e[12:].decode() for e in environ if e.startswith(b"MILES_OWNER=")), None)
-            if owner is not None and owner not in alive:
+            if owner is not None and owner_is_dead(owner):
                 orphans.append((not _is_init(pid), pid))
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
@@ -57,7 +58,7 @@ def reap(cgroups: tuple[Path, ...], alive: set[str]) -> int:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
             continue
-    reap_cgroups(cgroups, alive)
+    reap_cgroups(cgroups)
     return len(orphans)
 
 

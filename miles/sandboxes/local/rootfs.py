@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from miles.errors import SandboxError
 from miles.processes import scratch_folder
@@ -54,13 +53,15 @@ class Writable:
 
 
 def _delete(folder: Path) -> None:
-    def mend(function: Any, path: str, error: BaseException) -> None:
-        with contextlib.suppress(OSError):
-            Path(path).parent.chmod(0o700)
+    """Delete a tree, folders without permissions too; links are never followed."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if folder.is_dir():
+        for path, _, _ in os.walk(folder, onerror=None):
             Path(path).chmod(0o700)
-            function(path)
-
-    shutil.rmtree(folder, onerror=lambda function, path, info: mend(function, path, info[1]))
+            for name in os.listdir(path):
+                if (below := Path(path) / name).is_dir() and not below.is_symlink():
+                    below.chmod(0o700)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def cache() -> Path:

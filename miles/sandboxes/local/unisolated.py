@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from miles.errors import SandboxError
-from miles.processes import owner_tag, scratch_folder
+from miles.processes import owner_mark, scratch_folder
 from miles.sandboxes.base import Connect, ExecResult, Image, Process, SandboxSpec
 from miles.sandboxes.children import Child, check_timeout, finished
 from miles.sandboxes.local.reaper import processes_with
@@ -55,7 +55,7 @@ class UnisolatedSandbox:
             **self._spec.env,
             **(env or {}),
         }
-        variables |= {"MILES_OWNER": owner_tag(), "MILES_EXEC": self._mark}
+        variables |= {"MILES_OWNER": owner_mark(), "MILES_EXEC": self._mark}
         began = time.monotonic()
         folder = str(self._host(cwd) if cwd else self._root)
         child = Child(argv, env=variables, stdin=stdin, limit=max_output, cwd=folder)

@@ -3,14 +3,15 @@
 import asyncio
 import json
 import shlex
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from miles.errors import SandboxError, SandboxLost, SandboxUnavailable
-from miles.processes import alive_owners, machine_tag, owner_tag
-from miles.sandboxes.base import SandboxInfo
+from miles.processes import owner_is_dead, owner_mark
+from miles.sandboxes.base import Connect, SandboxInfo
 
-__all__ = ["LABELS", "OWNER", "Provider", "TextQueue", "in_time", "labels_of", "missing", "shell"]
+__all__ = ["LABELS", "OWNER", "Provider", "RemoteMachine", "TextQueue", "in_time", "labels_of", "missing", "shell"]
 
 T = TypeVar("T")
 OWNER, LABELS = "miles-owner", "miles-labels"
@@ -20,7 +21,7 @@ class Provider:
     """Base of such backends: `machines` and `remove` are theirs."""
 
     def __init__(self) -> None:
-        self.owner = f"{machine_tag()}:{owner_tag()}"
+        self.owner = owner_mark()
 
     async def machines(self) -> list[SandboxInfo]:
         raise NotImplementedError
@@ -33,17 +34,32 @@ class Provider:
         """What the provider is asked to remember."""
         return {OWNER: self.owner, LABELS: json.dumps(dict(labels))}
 
-    async def dead(self) -> Callable[[str], bool]:
-        """Whether an owner has ended. Owners on other machines cannot be judged from here: their time to live can."""
-        alive = {f"{machine_tag()}:{tag}" for tag in await asyncio.to_thread(alive_owners)}
-        return lambda owner: owner.startswith(f"{machine_tag()}:") and owner not in alive
-
     async def reap(self) -> int:
-        """Destroy what dead owners left behind; returns how many."""
-        dead = await self.dead()
-        orphans = [info.id for info in await self.machines() if dead(info.owner)]
+        """Destroy what dead owners left behind; returns how many. Who is dead is asked after they were listed."""
+        orphans = [info.id for info in await self.machines() if owner_is_dead(info.owner)]
         done = await asyncio.gather(*map(self.remove, orphans), return_exceptions=True)
         return sum(result is None for result in done)
+
+
+class RemoteMachine:
+    """What a machine of a provider is like unless it says otherwise: to be reached through what it carries, only."""
+
+    text = False
+    has_workdir = False
+    python = ""
+    env: Mapping[str, str] = MappingProxyType({})
+
+    async def end_all(self) -> bool:
+        return False
+
+    def oom_kills(self) -> int | None:
+        return None
+
+    async def listen(self, connect: Connect, port: int) -> tuple[asyncio.Server, int] | None:
+        return None
+
+    async def keepalive(self, ttl_s: float) -> None:
+        return None  # the time was told at its creation, and stays
 
 
 def labels_of(told: Mapping[str, str]) -> dict[str, str]:

@@ -15,10 +15,10 @@ from typing import Any
 
 from miles.config import Config
 from miles.errors import SandboxCreateFailed, SandboxError, SandboxLost, SandboxUnavailable
-from miles.sandboxes.base import Capabilities, Connect, ExecResult, Image, Sandbox, SandboxInfo, SandboxSpec
+from miles.sandboxes.base import Capabilities, ExecResult, Image, Sandbox, SandboxInfo, SandboxSpec
 from miles.sandboxes.inside.machine import MachineSandbox
 from miles.sandboxes.inside.native import run_native
-from miles.sandboxes.providers.base import OWNER, Provider, TextQueue, in_time, labels_of, missing, shell
+from miles.sandboxes.providers.base import OWNER, Provider, RemoteMachine, TextQueue, in_time, labels_of, missing, shell
 
 __all__ = ["DaytonaBackend", "DaytonaConfig"]
 
@@ -154,11 +154,10 @@ class DaytonaBackend(Provider):
             await client.close()
 
 
-class DaytonaMachine:
+class DaytonaMachine(RemoteMachine):
     """One Daytona machine."""
 
     text, has_workdir = True, False
-    python = ""
 
     def __init__(self, backend: DaytonaBackend, made: Any) -> None:
         self._backend, self._made = backend, made
@@ -195,7 +194,9 @@ class DaytonaMachine:
                 command = await in_time(
                     self._made.process.get_session_command(pipe.session, pipe.command), f"a command on {self.id}"
                 )
-                return int(command.exit_code or 0)
+                if command.exit_code is None:
+                    raise SandboxLost(f"machine {self.id}: the stream of a command ended before it did")
+                return int(command.exit_code)
         finally:
             await pipe.close()
 
@@ -210,15 +211,6 @@ class DaytonaMachine:
                 return str(getattr(self._made.state, "value", self._made.state)) == "started"
         except SandboxError:
             return False
-
-    async def end_all(self) -> bool:
-        return False
-
-    def oom_kills(self) -> int | None:
-        return None
-
-    async def listen(self, connect: Connect, port: int) -> tuple[asyncio.Server, int] | None:
-        return None
 
     async def keepalive(self, ttl_s: float) -> None:
         async with _errors(f"machine {self.id}"):

@@ -19,11 +19,12 @@ from typing import Any
 
 from miles.config import Config
 from miles.errors import SandboxCreateFailed, SandboxError, SandboxLost, SandboxUnavailable
+from miles.processes import owner_is_dead
 from miles.sandboxes.base import Capabilities, Connect, ExecResult, Image, Sandbox, SandboxInfo, SandboxSpec
 from miles.sandboxes.inside.machine import MachineSandbox
 from miles.sandboxes.inside.native import run_native
 from miles.sandboxes.netns import serve_inside
-from miles.sandboxes.providers.base import OWNER, Provider, in_time, labels_of, missing
+from miles.sandboxes.providers.base import OWNER, Provider, RemoteMachine, in_time, labels_of, missing
 
 __all__ = ["DockerBackend", "DockerConfig"]
 
@@ -62,6 +63,8 @@ class DockerBackend(Provider):
                 raise missing("aiodocker", "docker", error) from error
             try:
                 self._client = aiodocker.Docker(url=self.config.url or None)
+                # Every sandbox holds a connection for as long as it lives.
+                self._client.connector._limit = 0
             except (ValueError, OSError, AssertionError) as error:  # the last: no socket where one may be
                 raise SandboxUnavailable(
                     "there is no Docker engine here: start one, or name its socket in DOCKER_HOST"
@@ -173,11 +176,11 @@ class DockerBackend(Provider):
         return infos
 
     async def reap(self) -> int:
-        count, dead, docker = await super().reap(), await self.dead(), self._docker()
+        count, docker = await super().reap(), self._docker()
         async with _errors("snapshots could not be listed"):
             images = await docker.images.list(filters={"label": [OWNER]})
         for image in images:
-            if dead((image.get("Labels") or {}).get(OWNER, "")):
+            if owner_is_dead((image.get("Labels") or {}).get(OWNER, "")):
                 await self.forget(image["Id"])
         return count
 
@@ -201,11 +204,10 @@ class DockerBackend(Provider):
             await client.close()
 
 
-class DockerMachine:
+class DockerMachine(RemoteMachine):
     """One container."""
 
     text, has_workdir = False, True
-    python = ""
 
     def __init__(self, backend: DockerBackend, container: Any, spec: SandboxSpec) -> None:
         self._backend, self._container, self._spec = backend, container, spec
@@ -216,7 +218,8 @@ class DockerMachine:
 
     async def open(self, argv: Sequence[str]) -> "DockerPipe":
         async with _errors(f"container {self.id[:12]}", failure=SandboxLost):
-            begun = await self._container.exec(list(argv), stdin=True)
+            user = "root" if self._spec.user else ""  # who may become another one
+            begun = await self._container.exec(list(argv), stdin=True, user=user)
             stream = begun.start(detach=False)
             await stream._init()
         return DockerPipe(stream)
@@ -231,7 +234,10 @@ class DockerMachine:
             async with begun.start(detach=False) as stream:
                 while message := await stream.read_out():
                     output(message.stream, message.data)
-            return int((await begun.inspect())["ExitCode"])
+            code = (await begun.inspect())["ExitCode"]
+            if code is None:
+                raise SandboxLost(f"container {self.id[:12]}: the stream of a command ended before it did")
+            return int(code)
 
     async def _upload(self, path: str, data: bytes) -> None:
         packed = io.BytesIO()
@@ -249,21 +255,12 @@ class DockerMachine:
         except SandboxLost:
             return False
 
-    async def end_all(self) -> bool:
-        return False
-
-    def oom_kills(self) -> int | None:
-        return None
-
     async def listen(self, connect: Connect, port: int) -> tuple[asyncio.Server, int] | None:
         async with _errors(f"container {self.id[:12]}"):
             pid = int((await self._container.show())["State"]["Pid"])
         if not _can_enter(pid):
             return None
         return await serve_inside(["nsenter", "-t", str(pid), "-n", "--"], connect, port)
-
-    async def keepalive(self, ttl_s: float) -> None:
-        return None  # the time was told at its creation, and stays
 
     async def snapshot(self) -> Image:
         name = f"miles-snapshot:{self.id[:12]}-{time.time_ns()}"

@@ -5,6 +5,7 @@ matter. AgentENV up to August 2026 refuses the creation route of SDKs from 2.51 
 """
 
 import asyncio
+import inspect
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -14,10 +15,10 @@ from typing import Any
 from miles.config import Config
 from miles.errors import SandboxCreateFailed, SandboxError, SandboxLost, SandboxUnavailable
 from miles.http import Http, Unreachable
-from miles.sandboxes.base import Capabilities, Connect, ExecResult, Image, Sandbox, SandboxInfo, SandboxSpec
+from miles.sandboxes.base import Capabilities, ExecResult, Image, Sandbox, SandboxInfo, SandboxSpec
 from miles.sandboxes.inside.machine import MachineSandbox
 from miles.sandboxes.inside.native import run_native
-from miles.sandboxes.providers.base import OWNER, Provider, TextQueue, in_time, labels_of, missing, shell
+from miles.sandboxes.providers.base import OWNER, Provider, RemoteMachine, TextQueue, in_time, labels_of, missing, shell
 
 __all__ = ["AgentEnvBackend", "E2BBackend", "E2BConfig"]
 
@@ -49,6 +50,7 @@ class E2BBackend(Provider):
         super().__init__()
         self.config = E2BConfig(**settings)
         self._old_route = False
+        self.snapshots: list[str] = []
 
     def _options(self) -> dict[str, Any]:
         options = {
@@ -119,7 +121,7 @@ class E2BBackend(Provider):
             try:
                 return await sdk.AsyncSandbox.create(**facts, **self._options())
             except sdk.SandboxException as error:
-                if "405" not in str(error):
+                if not str(error).startswith("405"):
                     raise
                 self._old_route = True
         return await self._create_by_the_old_route(facts)
@@ -184,7 +186,12 @@ class E2BBackend(Provider):
                 await in_time(sdk.AsyncSandbox.kill(machine_id, **self._options()), f"ending {machine_id}")
 
     async def close(self) -> None:
-        return None
+        if self.snapshots:
+            sdk = self._sdk()
+            for name in self.snapshots:
+                with suppress(SandboxError):
+                    async with _errors(f"snapshot {name} could not be removed"):
+                        await in_time(sdk.AsyncSandbox.delete_snapshot(name, **self._options()), f"snapshot {name}")
 
 
 class AgentEnvBackend(E2BBackend):
@@ -200,11 +207,10 @@ class AgentEnvBackend(E2BBackend):
         return sdk
 
 
-class E2BMachine:
+class E2BMachine(RemoteMachine):
     """One microVM."""
 
     text, has_workdir = True, False
-    python = ""
 
     def __init__(self, backend: E2BBackend, made: Any) -> None:
         self._backend, self._made = backend, made
@@ -263,26 +269,23 @@ class E2BMachine:
         except SandboxError:
             return False
 
-    async def end_all(self) -> bool:
-        return False
-
-    def oom_kills(self) -> int | None:
-        return None
-
-    async def listen(self, connect: Connect, port: int) -> tuple[asyncio.Server, int] | None:
-        return None
-
     async def keepalive(self, ttl_s: float) -> None:
         async with _errors(f"machine {self.id}"):
             await in_time(self._made.set_timeout(int(ttl_s)), f"machine {self.id}")
 
     async def snapshot(self) -> Image:
         async with _errors(f"machine {self.id} could not be kept"):
-            kept = await in_time(self._made.create_snapshot(), f"keeping {self.id}", 300.0)
+            kept = await in_time(self._made.create_snapshot(**_files_only(self._made)), f"keeping {self.id}", 300.0)
+        self._backend.snapshots.append(kept.snapshot_id)
         return Image(snapshot=kept.snapshot_id)
 
     async def destroy(self) -> None:
         await self._backend.remove(self.id)
+
+
+def _files_only(made: Any) -> dict[str, Any]:
+    """Without memory, where the SDK can tell: a fork with its source's processes would not be a fresh one."""
+    return {"mode": "filesystem"} if "mode" in inspect.signature(made.create_snapshot).parameters else {}
 
 
 class E2BPipe:

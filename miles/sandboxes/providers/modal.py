@@ -13,10 +13,10 @@ from typing import Any
 
 from miles.config import Config
 from miles.errors import SandboxCreateFailed, SandboxError, SandboxLost, SandboxUnavailable
-from miles.sandboxes.base import Capabilities, Connect, ExecResult, Image, Sandbox, SandboxInfo, SandboxSpec
+from miles.sandboxes.base import Capabilities, ExecResult, Image, Sandbox, SandboxInfo, SandboxSpec
 from miles.sandboxes.inside.machine import MachineSandbox
 from miles.sandboxes.inside.native import run_native
-from miles.sandboxes.providers.base import OWNER, Provider, in_time, labels_of, missing
+from miles.sandboxes.providers.base import OWNER, Provider, RemoteMachine, in_time, labels_of, missing
 
 __all__ = ["ModalBackend", "ModalConfig"]
 
@@ -141,11 +141,10 @@ class ModalBackend(Provider):
         return None
 
 
-class ModalMachine:
+class ModalMachine(RemoteMachine):
     """One Modal sandbox."""
 
     text, has_workdir = False, False
-    python = ""
 
     def __init__(self, backend: ModalBackend, made: Any) -> None:
         self._backend, self._made = backend, made
@@ -189,18 +188,6 @@ class ModalMachine:
                 return await in_time(self._made.poll.aio(), f"machine {self.id}", 20.0) is None
         except SandboxError:
             return False
-
-    async def end_all(self) -> bool:
-        return False
-
-    def oom_kills(self) -> int | None:
-        return None
-
-    async def listen(self, connect: Connect, port: int) -> tuple[asyncio.Server, int] | None:
-        return None
-
-    async def keepalive(self, ttl_s: float) -> None:
-        return None  # the time was told at its creation, and stays
 
     async def snapshot(self) -> Image:
         async with _errors(f"machine {self.id} could not be kept"):

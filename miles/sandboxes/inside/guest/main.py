@@ -12,11 +12,24 @@ import marshal
 import os
 import struct
 import sys
+import time
 
-from miles.sandboxes.inside.guest.base import CHUNK, DUMPABLE, Loop, below, encode, kill_until_none, prctl, processes
-from miles.sandboxes.inside.guest.streams import Command, Connection, Listener, Supervisor, Upload
+from miles.sandboxes.inside.guest.base import (
+    CHUNK,
+    DUMPABLE,
+    SUBREAPER,
+    Loop,
+    below,
+    encode,
+    keyring,
+    kill_until_none,
+    prctl,
+    processes,
+)
+from miles.sandboxes.inside.guest.streams import Command, Connection, Listener, Supervisor, Upload, regular
 
 HEADER = struct.Struct(">IBI")
+LINGER_S = 3.0
 
 
 class Guest:
@@ -24,12 +37,18 @@ class Guest:
 
     def __init__(self, text):
         self.loop, self.text, self.streams, self.lines, self.frames = Loop(), text, {}, b"", bytearray()
-        self.own_streams, self.spare = itertools.count(1 << 31), None
+        self.own_streams, self.spare, self.supervisors = itertools.count(1 << 31), None, set()
 
     def run(self):
+        keyring()
+        prctl(SUBREAPER, 1)  # what a supervisor looked after, when a command has ended that
         prctl(DUMPABLE, 0)  # commands of the same user must not write into this process's pipes
-        found = [[pid, began] for pid, _, began, _ in processes()]
-        self.tell(b"h", 0, pid=os.getpid(), uid=os.getuid(), python=sys.version.split()[0], processes=found)
+        there = list(processes())
+        found = [[pid, began] for pid, _, began, _, _ in there]
+        stopped = [[pid, began] for pid, _, began, _, state in there if state in "tT"]
+        self.tell(
+            b"h", 0, pid=os.getpid(), uid=os.getuid(), python=sys.version.split()[0], processes=found, stopped=stopped
+        )
         self.provide()
         self.loop.watch(0, self.read)
         self.loop.run()
@@ -39,6 +58,14 @@ class Guest:
         found, self.spare = self.spare or Supervisor(), None
         self.loop.later(0.0005, self.provide)
         return found
+
+    def adopted(self):
+        """Processes that have come to this one since their supervisor was ended, and all below them."""
+        own = set(self.supervisors)
+        if self.spare is not None:
+            own.add(self.spare.pid)
+        mine = [pid for pid, parent, _, _, _ in processes() if parent == os.getpid() and pid not in own]
+        return mine + [pid for one in mine for pid in below(one)]
 
     def provide(self):
         try:
@@ -66,6 +93,7 @@ class Guest:
         data = os.read(0, CHUNK)
         if not data:  # the host is gone
             kill_until_none(lambda: below(os.getpid()))
+            time.sleep(LINGER_S)  # whoever looks whether a command has ended this process finds it
             os._exit(0)
         if self.text:
             *lines, self.lines = (self.lines + data).split(b"\n")
@@ -88,6 +116,8 @@ class Guest:
             return
         known = self.streams.get(stream)
         if known is None:
+            if kind == "I":  # its stream is over
+                self.send(b"a", stream, struct.pack(">I", len(payload)))
             return
         if kind == "I":
             known.input.feed(payload)
@@ -108,7 +138,7 @@ class Guest:
         elif kind == "C":
             import socket
 
-            connected = socket.create_connection(("127.0.0.1", ask["port"]), 5)
+            connected = socket.create_connection(("127.0.0.1", ask["port"]), 1)
             self.streams[stream] = Connection(self, stream, connected)
             self.tell(b"s", stream)
         elif kind == "P":
@@ -119,7 +149,7 @@ class Guest:
             self.silence(stream, ask)
 
     def download(self, stream, ask):
-        with open(ask["path"], "rb") as file:
+        with regular(ask["path"], os.O_RDONLY, "rb") as file:
             data = file.read(ask["most"] + 1)
         if len(data) > ask["most"]:
             raise ValueError("larger than %d bytes" % ask["most"])
@@ -134,10 +164,10 @@ class Guest:
 
         def found():
             there = list(processes())
-            first = [session for pid, _, _, session in there if pid == 1]
+            first = [session for pid, _, _, session, _ in there if pid == 1]
             return [
                 pid
-                for pid, _, began, session in there
+                for pid, _, began, session, _ in there
                 if pid not in (1, own) and session not in first and (pid, began) not in spared
             ]
 

@@ -31,9 +31,16 @@ class Supervisor:
     """
 
     def __init__(self):
-        ends = [os.pipe() for _ in range(5)]
+        ends = []
+        try:
+            for _ in range(5):
+                ends.append(os.pipe())
+            self.pid = os.fork()
+        except OSError:
+            for fd in (fd for pair in ends for fd in pair):
+                os.close(fd)
+            raise
         (asked, ask), (stdin, put), (out, stdout), (err, stderr), (told, status) = ends
-        self.pid = os.fork()
         if self.pid == 0:
             try:
                 supervise(asked, stdin, stdout, stderr, status)
@@ -150,6 +157,7 @@ class Command:
             supervisor = Supervisor()
             supervisor.start(ask)
         self.supervisor, self.told = supervisor.pid, supervisor.told
+        guest.supervisors.add(self.supervisor)
         self.input = Sink(guest, stream, supervisor.put)
         self.outputs = {supervisor.out: b"o", supervisor.err: b"e"}
         self.kept = {kind: Kept(self.limit) for kind in (b"o", b"e")} if self.limit is not None else {}
@@ -203,8 +211,10 @@ class Command:
         self.guest.loop.watch(self.told)  # the supervisor has ended: nothing of the command is left
         os.close(self.told)
         os.waitpid(self.supervisor, 0)
+        self.guest.supervisors.discard(self.supervisor)
         self.supervisor = None
-        if self.status is None:
+        if self.status is None:  # it was ended: what it looked after has come to this process, and ends with it
+            kill_until_none(self.guest.adopted)
             self.status = SIGKILL
         self.finish_if_read()
         if not self.outputs:
@@ -347,6 +357,15 @@ class Listener:
         self.guest.ended(self)
 
 
+def regular(path, flags, mode):
+    """Open a file; never wait for the other end of something that only looks like one."""
+    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    if os.fstat(fd).st_mode & 0o170000 != 0o100000:
+        os.close(fd)
+        raise OSError(errno.EISDIR, "no regular file")
+    return os.fdopen(fd, mode)
+
+
 class Upload:
     """A file being written."""
 
@@ -355,9 +374,9 @@ class Upload:
         folder = os.path.dirname(ask["path"])
         if folder:
             os.makedirs(folder, exist_ok=True)
-        self.file = open(ask["path"], "wb")
+        self.file = regular(ask["path"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, "wb")
         if ask.get("mode"):
-            os.chmod(ask["path"], ask["mode"])
+            os.fchmod(self.file.fileno(), ask["mode"])
 
     def feed(self, data):
         try:
