@@ -25,6 +25,7 @@ _RECEIVE = (
 )
 """What the process inside begins with: it reads its program, since everybody there sees its arguments."""
 _NO_PYTHON = "command -v python3 || command -v python || echo none"
+_LISTENINGS = 40  # of a twentieth of a second
 _OPENINGS = 5  # how often a way in is tried while commands end whatever they can
 _READ = 'test -f "$1" && head -c "$2" -- "$1"'
 _WRITE = 'mkdir -p -- "$(dirname -- "$1")" && { ! test -e "$1" || test -f "$1"; } && cat > "$1"'
@@ -117,8 +118,9 @@ class MachineSandbox:
             await self._reopen()
             return self._channel
 
-    async def _reopen(self) -> list[list[int]]:
-        """Open a channel, or find that there can be none; the processes that ran before it. SandboxLost."""
+    async def _reopen(self, *, listen: bool = True) -> list[list[int]]:
+        """Open a channel, or find that there can be none; the processes that ran before it. SandboxLost. With `listen`
+        the ports inside are opened again: not while an older process may have them."""
         for tries in range(1, _OPENINGS + 1):
             try:
                 channel, found = await self._new_channel()
@@ -133,7 +135,8 @@ class MachineSandbox:
                 await self._machine.end_all()
             else:
                 self._channel = channel
-                await self._listen_again(channel)
+                if listen:
+                    await self._listen_again(channel)
                 return found
         raise AssertionError("the loop returns or raises")
 
@@ -164,7 +167,14 @@ class MachineSandbox:
 
     async def _listen_again(self, channel: Channel) -> None:
         for port, connect in self._reached.items():
-            await channel.listen(port, connect)
+            for tries in range(1, _LISTENINGS + 1):
+                try:
+                    await channel.listen(port, connect)
+                    break
+                except OSError:  # an older process is just letting go of it
+                    if tries == _LISTENINGS:
+                        raise
+                    await asyncio.sleep(0.05)
 
     async def _hang_up(self) -> None:
         channel, self._channel = self._channel, None
@@ -211,7 +221,7 @@ class MachineSandbox:
                 return  # another caller has seen to it
             self._channel = None
             try:
-                lives = inside in await self._reopen()
+                lives = inside in await self._reopen(listen=False)
                 with contextlib.suppress(SandboxLost):
                     await self._silence()
             finally:
@@ -305,9 +315,10 @@ class MachineSandbox:
         for tries in range(1, _OPENINGS + 1):
             old, self._channel = self._channel, None
             try:
-                await self._reopen()
+                await self._reopen(listen=False)
                 assert self._channel is not None
                 await self._channel.silence(self._spare)
+                await self._listen_again(self._channel)
             except ChannelLost:
                 if tries == _OPENINGS:
                     raise

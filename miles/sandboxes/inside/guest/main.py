@@ -93,6 +93,9 @@ class Guest:
         data = os.read(0, CHUNK)
         if not data:  # the host is gone
             kill_until_none(lambda: below(os.getpid()))
+            for stream in list(self.streams.values()):
+                if isinstance(stream, (Listener, Connection)):
+                    stream.kill()
             time.sleep(LINGER_S)  # whoever looks whether a command has ended this process finds it
             os._exit(0)
         if self.text:
@@ -160,15 +163,19 @@ class Guest:
     def silence(self, stream, ask):
         """End every process but this one, those that were there before any command, and the init's session: no command
         can become part of that, and what the init starts anew need not be ended again and again."""
-        spared, own = {(pid, began) for pid, began in ask["spare"]}, os.getpid()
+        spared = {(pid, began) for pid, began in ask["spare"]}
 
         def found():
             there = list(processes())
             first = [session for pid, _, _, session, _ in there if pid == 1]
+            parents = {pid: parent for pid, parent, _, _, _ in there}
+            own = [os.getpid()]  # and what this process was started by
+            while own[-1] in parents:
+                own.append(parents[own[-1]])
             return [
                 pid
                 for pid, _, began, session, _ in there
-                if pid not in (1, own) and session not in first and (pid, began) not in spared
+                if pid != 1 and pid not in own and session not in first and (pid, began) not in spared
             ]
 
         kill_until_none(found, 100)
