@@ -189,6 +189,14 @@ class ChildPipe:
         self._reading: asyncio.ReadTransport | None = None
 
     async def start(self) -> "ChildPipe":
+        """Its pipes on the loop. Nothing stays when that is cancelled."""
+        try:
+            return await self._start()
+        except BaseException:
+            self._kill()
+            raise
+
+    async def _start(self) -> "ChildPipe":
         loop, reader = asyncio.get_running_loop(), self._reader
         self._reading, _ = await loop.connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), self._process.stdout
@@ -212,12 +220,15 @@ class ChildPipe:
         try:
             await asyncio.wait_for(_ended(self._process), _DRAIN_S)
         except TimeoutError:
-            for send in (os.killpg, os.kill):
-                with contextlib.suppress(ProcessLookupError):
-                    send(self._process.pid, signal.SIGKILL)
+            self._kill()
             await _ended(self._process)
         if self._reading is not None:
             self._reading.close()
+
+    def _kill(self) -> None:
+        for send in (os.killpg, os.kill):
+            with contextlib.suppress(ProcessLookupError):
+                send(self._process.pid, signal.SIGKILL)
 
 
 def _resolve(future: "asyncio.Future[None]") -> None:
