@@ -18,6 +18,43 @@ from modal_proto import task_command_router_pb2 as router_pb2
 from miles.errors import SandboxLost
 from tests.emulators.cloud import Cloud
 
+FS_TOOLS = "/__modal/.bin/modal-sandbox-fs-tools"
+FS_PROGRAM = """
+import json, os, shutil, stat, sys
+
+def told(path):
+    facts = os.lstat(path)
+    kind = "symlink" if stat.S_ISLNK(facts.st_mode) else "directory" if stat.S_ISDIR(facts.st_mode) else "file"
+    found = {"name": os.path.basename(path), "path": path, "type": kind, "size": facts.st_size}
+    found.update(mode=stat.S_IMODE(facts.st_mode), permissions=stat.filemode(facts.st_mode))
+    found.update(modified_time=facts.st_mtime, owner=str(facts.st_uid), group=str(facts.st_gid))
+    if kind == "symlink":
+        found["symlink_target"] = os.readlink(path)
+    return found
+
+(name, ask), = json.loads(sys.argv[1]).items()
+path = ask["path"]
+try:
+    if name == "ReadFile":
+        sys.stdout.buffer.write(open(path, "rb").read())
+    elif name == "WriteFile":
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "wb") as file:
+            shutil.copyfileobj(sys.stdin.buffer, file)
+    elif name == "ListFiles":
+        print(json.dumps([told(os.path.join(path, one)) for one in sorted(os.listdir(path))]))
+    elif name == "Stat":
+        print(json.dumps(told(path)))
+    elif name == "MakeDirectory":
+        os.makedirs(path, exist_ok=True) if ask["parents"] else os.mkdir(path)
+    elif name == "Remove":
+        shutil.rmtree(path) if ask["recursive"] and os.path.isdir(path) else os.remove(path)
+except OSError as error:
+    kinds = {2: "NotFound", 13: "PermissionDenied", 17: "AlreadyExists", 20: "NotDirectory", 21: "IsDirectory"}
+    kinds[39] = "DirectoryNotEmpty"
+    print(json.dumps({"error_kind": kinds.get(error.errno, "Other"), "message": error.strerror}), file=sys.stderr)
+    sys.exit(1)
+"""
 DONE = api_pb2.GenericResult(status=api_pb2.GenericResult.GENERIC_STATUS_SUCCESS)
 ENDED = api_pb2.GenericResult(status=api_pb2.GenericResult.GENERIC_STATUS_TERMINATED)
 
@@ -165,8 +202,10 @@ class Modal(Cloud):
         machine = self.find(request.task_id)
         if machine is None:
             raise GRPCError(Status.NOT_FOUND, "no such task")
-        env = dict(request.env)
-        process = await machine.sandbox.spawn(list(request.command_args), cwd=request.workdir or None, env=env)
+        env, argv = dict(request.env), list(request.command_args)
+        if argv[0] == FS_TOOLS:  # a program that Modal puts into every machine
+            argv = ["python3", "-c", FS_PROGRAM, *argv[1:]]
+        process = await machine.sandbox.spawn(argv, cwd=request.workdir or None, env=env)
         self.executions[request.exec_id] = Execution(process)
         if request.timeout_secs:
             asyncio.get_running_loop().call_later(request.timeout_secs, lambda: asyncio.ensure_future(process.kill()))
@@ -197,6 +236,15 @@ class Modal(Cloud):
         except SandboxLost as error:
             raise GRPCError(Status.NOT_FOUND, "the task has ended") from error
         return router_pb2.TaskExecStdinWriteResponse()
+
+    async def TaskExecStdinWriteStream(self, stream):
+        execution = self.executions[(await stream.recv_message()).start.exec_id]
+        async for message in stream:
+            if message.HasField("end"):
+                await execution.process.end_input()
+                break
+            await execution.process.write(message.data)
+        await stream.send_message(router_pb2.TaskExecStdinWriteStreamResponse())
 
     async def TaskExecWait(self, request):
         execution = self.executions[request.exec_id]
@@ -251,6 +299,9 @@ def wrapped(method, cardinality):
     async def answer(stream):
         if method is None:
             raise GRPCError(Status.UNIMPLEMENTED, "the emulator has no such method")
+        if cardinality is Cardinality.STREAM_UNARY:
+            await method(stream)
+            return
         request = await stream.recv_message()
         if cardinality is Cardinality.UNARY_STREAM:
             await method(request, stream)
