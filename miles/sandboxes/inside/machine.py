@@ -20,9 +20,8 @@ from miles.sandboxes.inside.native import END_ALL
 __all__ = ["Machine", "MachineSandbox"]
 
 _START = 'command -v python3 > /dev/null && exec python3 -I -S -c "$@"; exec python -I -S -c "$@"'  # no process but one
-_RECEIVE = (
-    "import os;d=b'';exec('while len(d)<{0}:d+=os.read(0,{0}-len(d)) or os._exit(0)');exec(compile(d,'miles','exec'))"
-)
+_RECEIVE = "import os,marshal;d=b'';exec('while len(d)<{0}:d+=os.read(0,{0}-len(d)) or os._exit(0)');"
+_SOURCE, _CODE = "exec(compile(d,'miles','exec'))", "exec(marshal.loads(d))"
 """What the process inside begins with: it reads its program, since everybody there sees its arguments."""
 _NO_PYTHON = "command -v python3 || command -v python || echo none"
 _LISTENINGS = 40  # of a twentieth of a second
@@ -43,6 +42,8 @@ class Machine(Protocol):
     """Variables of its image that a process inside does not have by itself."""
     python: str
     """Where its Python is; empty: to be looked for."""
+    code: bytes
+    """The program compiled for that very Python; empty: it compiles it itself."""
 
     @property
     def id(self) -> str: ...
@@ -146,8 +147,8 @@ class MachineSandbox:
 
     async def _new_channel(self) -> tuple[Channel, list[list[int]]]:
         arguments = ["text"] if self._machine.text else []
-        program = GUEST.encode()
-        words = [_RECEIVE.format(len(program)), *arguments]
+        program = self._machine.code or GUEST.encode()
+        words = [_RECEIVE.format(len(program)) + (_CODE if self._machine.code else _SOURCE), *arguments]
         known = self._machine.python
         start = [known, "-I", "-S", "-c"] if known else ["/bin/sh", "-c", _START, "sh"]
         pipe = await self._machine.open([*start, *words])

@@ -22,8 +22,10 @@ from miles.sandboxes.local.reaper import processes_with
 from miles.sandboxes.local.rootfs import Root, Writable, save
 from miles.sandboxes.netns import serve_inside
 
-__all__ = ["PATH", "LocalMachine", "Places"]
+__all__ = ["HOST_PYTHON", "PATH", "LocalMachine", "Places"]
 
+HOST_PYTHON = "/usr/bin/python3"
+"""The host's programs are the sandbox's."""
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _JOIN = 'ulimit -c 0; for d in $1; do echo $$ > "$d/cgroup.procs" || exit 125; done; shift; exec "$@"'
 _BEST_EFFORT = 'ulimit -c 0; ulimit -v "$1"; ulimit -f "$2"; shift 2; exec "$@"'
@@ -40,6 +42,8 @@ class Places:
     root: Root
     writable: Writable | None
     group: Cgroup | None
+    code: bytes
+    """The program inside, for the host's Python; empty where that has none."""
 
 
 class LocalMachine:
@@ -72,8 +76,8 @@ class LocalMachine:
         self._destroyed = False
         self.env: Mapping[str, str] = dict(places.root.env)
         self.has_workdir = not places.root.lowers
-        here = "/usr/bin/python3"  # the host's programs are the sandbox's
-        self.python = here if not self._root.lowers and os.access(here, os.X_OK) else ""
+        self.python = "" if self._root.lowers or not places.code else HOST_PYTHON
+        self.code = places.code if self.python else b""
 
     @property
     def id(self) -> str:

@@ -47,6 +47,7 @@ class RemoteMachine:
     text = False
     has_workdir = False
     python = ""
+    code = b""
     env: Mapping[str, str] = MappingProxyType({})
 
     async def end_all(self) -> bool:
