@@ -217,11 +217,11 @@ class ChildPipe:
         """Close the input; kill what does not end of it."""
         if self._writer is not None:
             self._writer.close()
-        try:
-            await asyncio.wait_for(_ended(self._process), _DRAIN_S)
-        except TimeoutError:
-            self._kill()
-            await _ended(self._process)
+        latest = time.monotonic() + _DRAIN_S
+        while self._process.poll() is None and not self._reader.at_eof() and time.monotonic() < latest:  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+        self._kill()
+        await _ended(self._process)
         if self._reading is not None:
             self._reading.close()
 

@@ -42,6 +42,8 @@ class Machine(Protocol):
     """Variables of its image that a process inside does not have by itself."""
     python: str
     """Where its Python is; empty: to be looked for."""
+    native_first: int
+    """Commands that are cheaper without the process inside than starting that would be."""
     code: bytes
     """The program compiled for that very Python; empty: it compiles it itself."""
 
@@ -84,6 +86,7 @@ class MachineSandbox:
         self._machine, self._spec = machine, spec
         self._channel: Channel | None = None
         self._native = False
+        self._done_natively = 0
         self._opening = asyncio.Lock()
         self._spare: list[list[int]] = []
         self._inside: list[int] = []
@@ -99,7 +102,8 @@ class MachineSandbox:
     async def start(self, files: Mapping[str, bytes]) -> None:
         """Open the way in and write `files`; nothing is left when that fails."""
         try:
-            await self._open()
+            if not self._machine.native_first:
+                await self._open()
             if not self._machine.has_workdir:
                 await self.exec(["mkdir", "-p", self._spec.workdir], cwd="/")
             for path, data in files.items():
@@ -118,6 +122,14 @@ class MachineSandbox:
             await self._hang_up()
             await self._reopen()
             return self._channel
+
+    async def _way_in(self) -> Channel | None:
+        """For one command or file: the channel when it is open already or will pay, None for the machine's own way."""
+        first = self._done_natively < self._machine.native_first and self._channel is None
+        if first and not self._reached and not self._destroyed:
+            self._done_natively += 1
+            return None
+        return await self._open()
 
     async def _reopen(self, *, listen: bool = True) -> list[list[int]]:
         """Open a channel, or find that there can be none; the processes that ran before it. SandboxLost. With `listen`
@@ -200,7 +212,7 @@ class MachineSandbox:
     ) -> ExecResult:
         check_timeout(timeout_s)
         settings = {**self._settings(cwd, env), "timeout_s": timeout_s, "stdin": stdin, "max_output": max_output}
-        channel = await self._open()
+        channel = await self._way_in()
         before, inside = self._machine.oom_kills(), self._inside
         if channel is None:
             return await self._machine.run(_argv(command), **settings)
@@ -236,7 +248,7 @@ class MachineSandbox:
         return await (await self._streams()).spawn(_argv(command), **self._settings(cwd, env))
 
     async def read(self, path: str, *, max_bytes: int = 1 << 24) -> bytes:
-        channel = await self._open()
+        channel = await self._way_in()
         if channel is not None:
             try:
                 return await channel.get(path, max_bytes)
@@ -251,7 +263,7 @@ class MachineSandbox:
         return result.stdout
 
     async def write(self, path: str, data: bytes) -> None:
-        channel = await self._open()
+        channel = await self._way_in()
         if channel is not None:
             try:
                 await channel.put(path, data)

@@ -31,6 +31,7 @@ _JOIN = 'ulimit -c 0; for d in $1; do echo $$ > "$d/cgroup.procs" || exit 125; d
 _BEST_EFFORT = 'ulimit -c 0; ulimit -v "$1"; ulimit -f "$2"; shift 2; exec "$@"'
 _WITH = '. "$0"; exec "$@"'
 _NAME, _QUOTE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*"), "'\\''"
+_TICKS = os.sysconf("SC_CLK_TCK")
 _NS_GET_PARENT = 0xB702
 _counter = itertools.count()
 
@@ -50,6 +51,7 @@ class LocalMachine:
     """One bubblewrap sandbox."""
 
     text = False
+    native_first = 4  # most episodes of a few commands need no process inside
 
     def __init__(
         self, name: str, spec: SandboxSpec, outer: Child, init_pid: int, nsenter: Sequence[str], places: Places
@@ -74,6 +76,7 @@ class LocalMachine:
             self._enter_network = [*nsenter, f"--user=/proc/self/fd/{self._fds[0]}", *network]
         self._session = Path(f"/proc/{init_pid}/stat").read_text().rpartition(")")[2].split()[3]
         self._destroyed = False
+        self._running: set[str] = set()
         self.env: Mapping[str, str] = dict(places.root.env)
         self.has_workdir = not places.root.lowers
         self.python = "" if self._root.lowers or not places.code else HOST_PYTHON
@@ -97,7 +100,7 @@ class LocalMachine:
         if cwd is not None:
             argv = ["/bin/sh", "-c", 'cd "$1" && shift && exec "$@"', "sh", cwd, *argv]
         ooms = self.oom_kills() or 0
-        began = time.monotonic()
+        began, since = time.monotonic(), int(time.clock_gettime(time.CLOCK_BOOTTIME) * _TICKS)
         variables = _exports({**self.env, **settings.get("env", {})})
         try:
             child = Child(
@@ -110,14 +113,18 @@ class LocalMachine:
         finally:
             os.close(variables)
         timed_out = False
+        self._running.add(mark)
+        beside = len(self._running) > 1
         try:
             try:
                 status = await asyncio.wait_for(child.wait(), timeout_s)
             except TimeoutError:
                 timed_out, status = True, -signal.SIGKILL
         finally:
+            beside = beside or len(self._running) > 1
+            self._running.discard(mark)
             if child.running:
-                await asyncio.shield(self._kill(child, mark))
+                await asyncio.shield(self._kill(child, mark, None if beside else since))
             child.close()
         self._refuse_if_lost()
         oom = (self.oom_kills() or 0) > ooms
@@ -137,7 +144,7 @@ class LocalMachine:
             await asyncio.sleep(0.002)
         return True
 
-    def _commands(self) -> list[int]:
+    def _commands(self, since: int = 0) -> list[int]:
         """All of the namespace but its init and what that has started. What leads in from outside ends by itself, and
         reaps what it led in: killed, it would leave that to an init that may not."""
         found = []
@@ -145,7 +152,7 @@ class LocalMachine:
             with contextlib.suppress(OSError):
                 told = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
                 own = pid == self._init_pid or (int(told[1]) == self._init_pid and told[3] == self._session)
-                if not own:
+                if not own and int(told[19]) >= since:
                     found.append(pid)
         return found
 
@@ -218,11 +225,15 @@ class LocalMachine:
         if self._lost():
             raise SandboxLost(f"sandbox {self._name} is gone; the episode starts again in a fresh one")
 
-    async def _kill(self, child: Child, mark: str) -> None:
-        """Kill a command and everything it started, also what left its session; repeat until none is left."""
+    async def _kill(self, child: Child, mark: str, since: int | None) -> None:
+        """Kill a command and everything it started, also what left its session; repeat until none is left. `since`:
+        nothing else has been started from then on (ticks since boot), so that is its, too, whatever it made of its
+        environment."""
         child.kill()
         for _ in range(50):
-            pids = await asyncio.to_thread(processes_with, f"MILES_EXEC={mark}", self._namespace)
+            pids = set(await asyncio.to_thread(processes_with, f"MILES_EXEC={mark}", self._namespace))
+            if since is not None:
+                pids |= set(await asyncio.to_thread(self._commands, since))
             if not pids:
                 break
             for pid in pids:

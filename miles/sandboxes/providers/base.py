@@ -48,6 +48,7 @@ class RemoteMachine:
     has_workdir = False
     python = ""
     code = b""
+    native_first = 0
     env: Mapping[str, str] = MappingProxyType({})
 
     async def end_all(self) -> bool:

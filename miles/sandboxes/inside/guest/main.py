@@ -96,6 +96,7 @@ class Guest:
             for stream in list(self.streams.values()):
                 if isinstance(stream, (Listener, Connection)):
                     stream.kill()
+            os.close(1)
             time.sleep(LINGER_S)  # whoever looks whether a command has ended this process finds it
             os._exit(0)
         if self.text:
