@@ -208,6 +208,7 @@ async def test_the_reaper_judges_owners_of_this_machine_only():
 
 @pytest.mark.slow
 async def test_a_command_that_ends_whatever_it_can_does_not_cost_the_episode(machine):
+    await machine.spawn("true")  # so that there is a process inside
     result = await machine.exec("(while :; do pkill -9 python3; done) & sleep 0.5", timeout_s=20)
     assert result.outcome == "signal"
     await machine.quiesce()
