@@ -2,16 +2,16 @@
 
 import asyncio
 import json
-import shlex
 from collections.abc import Awaitable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 from miles.errors import SandboxError, SandboxLost, SandboxUnavailable
 from miles.processes import owner_is_dead, owner_mark
-from miles.sandboxes.base import Connect, SandboxInfo
+from miles.sandboxes.base import Connect, ExecResult, SandboxInfo
+from miles.sandboxes.inside.native import run_native
 
-__all__ = ["LABELS", "OWNER", "Provider", "RemoteMachine", "TextQueue", "in_time", "labels_of", "missing", "shell"]
+__all__ = ["LABELS", "OWNER", "Provider", "RemoteMachine", "TextQueue", "in_time", "labels_of", "missing"]
 
 T = TypeVar("T")
 OWNER, LABELS = "miles-owner", "miles-labels"
@@ -50,6 +50,16 @@ class RemoteMachine:
     code = b""
     native_first = 0
     env: Mapping[str, str] = MappingProxyType({})
+
+    async def _plain(self, argv: Sequence[str], output: Any, **settings: Any) -> int:
+        """A command to its end by the provider's own means; `output` takes (1 or 2, bytes). Returns its exit code."""
+        raise NotImplementedError
+
+    async def _upload(self, path: str, data: bytes) -> None:
+        raise NotImplementedError
+
+    async def run(self, argv: Sequence[str], **settings: Any) -> ExecResult:
+        return await run_native(self._plain, self._upload, argv, **settings)
 
     async def end_all(self) -> bool:
         return False
@@ -103,11 +113,6 @@ class TextQueue:
         data = await self._parts.get()
         self._over = not data
         return data
-
-
-def shell(argv: Sequence[str]) -> str:
-    """A command line as a shell's text."""
-    return shlex.join(argv)
 
 
 def missing(package: str, extra: str, error: ImportError) -> SandboxError:

@@ -8,6 +8,7 @@ import asyncio
 import itertools
 import math
 import os
+import shlex
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
@@ -15,10 +16,9 @@ from typing import Any
 
 from miles.config import Config
 from miles.errors import SandboxCreateFailed, SandboxError, SandboxLost, SandboxUnavailable
-from miles.sandboxes.base import Capabilities, ExecResult, Image, Sandbox, SandboxInfo, SandboxSpec
+from miles.sandboxes.base import Capabilities, Image, Sandbox, SandboxInfo, SandboxSpec
 from miles.sandboxes.inside.machine import MachineSandbox
-from miles.sandboxes.inside.native import run_native
-from miles.sandboxes.providers.base import OWNER, Provider, RemoteMachine, TextQueue, in_time, labels_of, missing, shell
+from miles.sandboxes.providers.base import OWNER, Provider, RemoteMachine, TextQueue, in_time, labels_of, missing
 
 __all__ = ["DaytonaBackend", "DaytonaConfig"]
 
@@ -157,7 +157,7 @@ class DaytonaBackend(Provider):
 class DaytonaMachine(RemoteMachine):
     """One Daytona machine."""
 
-    text, has_workdir = True, False
+    text = True
 
     def __init__(self, backend: DaytonaBackend, made: Any) -> None:
         self._backend, self._made = backend, made
@@ -176,12 +176,9 @@ class DaytonaMachine(RemoteMachine):
         process, session = self._made.process, f"miles-{os.getpid()}-{next(_numbers)}"
         async with _errors(f"machine {self.id}", failure=SandboxLost):
             await in_time(process.create_session(session), f"a session on {self.id}")
-            request = SessionExecuteRequest(command=shell(argv), run_async=True, suppress_input_echo=True)
+            request = SessionExecuteRequest(command=shlex.join(argv), run_async=True, suppress_input_echo=True)
             begun = await in_time(process.execute_session_command(session, request), f"a command on {self.id}")
         return DaytonaPipe(process, session, begun.cmd_id)
-
-    async def run(self, argv: Sequence[str], **settings: Any) -> ExecResult:
-        return await run_native(self._plain, self._upload, argv, **settings)
 
     async def _plain(self, argv: Sequence[str], output: Any, **settings: Any) -> int:
         words = ["env", *(f"{name}={value}" for name, value in (settings.get("environment") or {}).items()), *argv]

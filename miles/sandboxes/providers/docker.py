@@ -20,9 +20,8 @@ from typing import Any
 from miles.config import Config
 from miles.errors import SandboxCreateFailed, SandboxError, SandboxLost, SandboxUnavailable
 from miles.processes import owner_is_dead
-from miles.sandboxes.base import Capabilities, Connect, ExecResult, Image, Sandbox, SandboxInfo, SandboxSpec
+from miles.sandboxes.base import Capabilities, Connect, Image, Sandbox, SandboxInfo, SandboxSpec
 from miles.sandboxes.inside.machine import MachineSandbox
-from miles.sandboxes.inside.native import run_native
 from miles.sandboxes.netns import serve_inside
 from miles.sandboxes.providers.base import OWNER, Provider, RemoteMachine, in_time, labels_of, missing
 
@@ -207,7 +206,7 @@ class DockerBackend(Provider):
 class DockerMachine(RemoteMachine):
     """One container."""
 
-    text, has_workdir = False, True
+    has_workdir = True
 
     def __init__(self, backend: DockerBackend, container: Any, spec: SandboxSpec) -> None:
         self._backend, self._container, self._spec = backend, container, spec
@@ -224,11 +223,7 @@ class DockerMachine(RemoteMachine):
             await stream._init()
         return DockerPipe(stream)
 
-    async def run(self, argv: Sequence[str], **settings: Any) -> ExecResult:
-        return await run_native(self._plain, self._upload, argv, **settings)
-
     async def _plain(self, argv: Sequence[str], output: Any, **settings: Any) -> int:
-        """A command to its end; `output` takes (1 or 2, bytes)."""
         async with _errors(f"container {self.id[:12]}", failure=SandboxLost):
             begun = await self._container.exec(list(argv), **settings)
             async with begun.start(detach=False) as stream:

@@ -7,6 +7,7 @@ matter. AgentENV up to August 2026 refuses the creation route of SDKs from 2.51 
 import asyncio
 import inspect
 import os
+import shlex
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
@@ -15,10 +16,9 @@ from typing import Any
 from miles.config import Config
 from miles.errors import SandboxCreateFailed, SandboxError, SandboxLost, SandboxUnavailable
 from miles.http import Http, Unreachable
-from miles.sandboxes.base import Capabilities, ExecResult, Image, Sandbox, SandboxInfo, SandboxSpec
+from miles.sandboxes.base import Capabilities, Image, Sandbox, SandboxInfo, SandboxSpec
 from miles.sandboxes.inside.machine import MachineSandbox
-from miles.sandboxes.inside.native import run_native
-from miles.sandboxes.providers.base import OWNER, Provider, RemoteMachine, TextQueue, in_time, labels_of, missing, shell
+from miles.sandboxes.providers.base import OWNER, Provider, RemoteMachine, TextQueue, in_time, labels_of, missing
 
 __all__ = ["AgentEnvBackend", "E2BBackend", "E2BConfig"]
 
@@ -210,7 +210,7 @@ class AgentEnvBackend(E2BBackend):
 class E2BMachine(RemoteMachine):
     """One microVM."""
 
-    text, has_workdir = True, False
+    text = True
 
     def __init__(self, backend: E2BBackend, made: Any) -> None:
         self._backend, self._made = backend, made
@@ -224,7 +224,7 @@ class E2BMachine(RemoteMachine):
         async with _errors(f"machine {self.id}", failure=SandboxLost):
             handle = await in_time(
                 self._made.commands.run(
-                    shell(argv),
+                    shlex.join(argv),
                     background=True,
                     stdin=True,
                     timeout=0,
@@ -236,15 +236,12 @@ class E2BMachine(RemoteMachine):
             )
         return E2BPipe(self._made, handle, output)
 
-    async def run(self, argv: Sequence[str], **settings: Any) -> ExecResult:
-        return await run_native(self._plain, self._upload, argv, **settings)
-
     async def _plain(self, argv: Sequence[str], output: Any, **settings: Any) -> int:
         sdk = self._backend._sdk()
         async with _errors(f"machine {self.id}", failure=SandboxLost):
             try:
                 handle = await self._made.commands.run(
-                    shell(argv),
+                    shlex.join(argv),
                     background=True,
                     timeout=0,
                     user=settings.get("user") or self._backend.config.user,

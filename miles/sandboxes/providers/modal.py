@@ -13,9 +13,8 @@ from typing import Any
 
 from miles.config import Config
 from miles.errors import SandboxCreateFailed, SandboxError, SandboxLost, SandboxUnavailable
-from miles.sandboxes.base import Capabilities, ExecResult, Image, Sandbox, SandboxInfo, SandboxSpec
+from miles.sandboxes.base import Capabilities, Image, Sandbox, SandboxInfo, SandboxSpec
 from miles.sandboxes.inside.machine import MachineSandbox
-from miles.sandboxes.inside.native import run_native
 from miles.sandboxes.providers.base import OWNER, Provider, RemoteMachine, in_time, labels_of, missing
 
 __all__ = ["ModalBackend", "ModalConfig"]
@@ -144,8 +143,6 @@ class ModalBackend(Provider):
 class ModalMachine(RemoteMachine):
     """One Modal sandbox."""
 
-    text, has_workdir = False, False
-
     def __init__(self, backend: ModalBackend, made: Any) -> None:
         self._backend, self._made = backend, made
 
@@ -157,9 +154,6 @@ class ModalMachine(RemoteMachine):
         async with _errors(f"machine {self.id}", failure=SandboxLost):
             process = await in_time(self._made.exec.aio(*argv, text=False), f"a command on {self.id}")
         return ModalPipe(process)
-
-    async def run(self, argv: Sequence[str], **settings: Any) -> ExecResult:
-        return await run_native(self._plain, self._upload, argv, **settings)
 
     async def _plain(self, argv: Sequence[str], output: Any, **settings: Any) -> int:
         async with _errors(f"machine {self.id}", failure=SandboxLost):
