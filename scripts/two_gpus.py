@@ -53,31 +53,34 @@ async def servers(config: SGLangConfig, model: Path, out: Path, names: Mapping[s
         await asyncio.gather(*(process.stop() for process in processes))
 
 
-async def compare_transports(options: argparse.Namespace, out: Path) -> bool:
-    """The same versions as whole snapshots, as deltas and over a process group; whether all arrived as they were."""
+async def compare_transports(options: argparse.Namespace, out: Path, tp: int) -> bool:
+    """The same versions as whole snapshots, as deltas and over a process group to a server of `tp` GPUs; whether all
+    arrived as they were."""
     size = {"hidden": 2048, "layers": 16} if has_gpu() else {"hidden": 128, "layers": 2}
     model = await asyncio.to_thread(qwen3, out / "qwen3", vocabulary=VOCABULARY, **size)
-    memory = 0.3 if has_gpu() else None
-    base = settings_of(options).model_copy(update={"memory": memory, "context": 4096})
+    base = settings_of(options)
+    config = base.model_copy(update={"memory": 0.3 if has_gpu() else None, "context": 4096, "tp": tp})
+    ways: list[tuple[Any, Any]] = [("safetensors", "gloo"), ("delta", "gloo"), ("broadcast", "gloo")]
+    if tp > 1:  # shares the trainer's GPU, and NCCL refuses two processes on one
+        config = config.model_copy(update={"flags": (*base.flags, "--disable-custom-all-reduce")})
+    elif has_gpu():
+        ways.append(("broadcast", "nccl"))
     whole = True
     compute = BackendConfig(dtype="bfloat16" if has_gpu() else "float32")
-    async with Trainer(model, out, TrainerConfig(compute=compute)) as trainer:
-        for tp, gpus in ((1, "1"), (2, "0,1")) if has_gpu() else ((1, ""),):
-            flags = (*base.flags, "--disable-custom-all-reduce") if tp > 1 else base.flags
-            config = base.model_copy(update={"tp": tp, "flags": flags})
-            async with servers(config, model, out, {f"tp-{tp}": gpus}) as urls:
-                engine = SGLangEngine(model, out, SGLangConfig(urls=tuple(urls)))
-                await engine.start()
-                # NCCL refuses two processes on one GPU; the server of two GPUs shares the trainer's
-                ways = [("safetensors", "gloo"), ("delta", "gloo")]
-                ways += [("broadcast", "nccl")] if tp == 1 and has_gpu() else []
-                for kind, backend in [*ways, ("broadcast", "gloo")]:
-                    try:
-                        whole &= await publish_some(trainer, engine, urls[0], out, kind, backend, f"tp {tp}")
-                    except MilesError as error:
-                        whole = False
-                        print(f"tp {tp} {kind} {backend} FAILED: {error}", flush=True)
-                await engine.close()
+    gpus = {1: "1", 2: "0,1"}[tp] if has_gpu() else ""
+    async with (
+        Trainer(model, out, TrainerConfig(compute=compute)) as trainer,
+        servers(config, model, out, {f"tp-{tp}": gpus}) as urls,
+    ):
+        engine = SGLangEngine(model, out, SGLangConfig(urls=tuple(urls)))
+        await engine.start()
+        for kind, backend in ways:
+            try:
+                whole &= await publish_some(trainer, engine, urls[0], out, kind, backend, f"tp {tp}")
+            except MilesError as error:
+                whole = False
+                print(f"tp {tp} {kind} {backend} FAILED: {error}", flush=True)
+        await engine.close()
     return whole
 
 
@@ -104,12 +107,12 @@ async def publish_some(
     times = {
         name: statistics.median(line[name] for line in found[1:]) for name in ("publish_s", "transfer_s", "pause_s")
     }
-    size = statistics.median(line.get("publish_bytes", float("nan")) for line in found[1:]) / 1e6
+    size = statistics.median(line.get("publish_bytes", 0.0) for line in found[1:]) / 1e6
     verdict = "not told" if told is None else "as the trainer's" if same else "DIFFERENT"
     print(
         f"{where} {kind:11} {backend if kind == 'broadcast' else '':4}: {times['publish_s']:.2f} s, of these sampling "
         f"stood still {times['pause_s']:.2f} (the first: {found[0]['publish_s']:.2f}, {found[0]['pause_s']:.2f}); "
-        f"{size:.1f} MB; checksum {verdict}",
+        f"{f'{size:.1f} MB in files; ' if size else ''}checksum {verdict}",
         flush=True,
     )
     return bool(same)

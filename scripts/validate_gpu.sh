@@ -3,7 +3,7 @@
 #   trainer   ranks, layouts, heads, checkpoints agree (two GPUs if there are two)
 #   adapters  LoRA on one and on several ranks
 #   packing   tries with FlexAttention against rows          memory   chunked and fused heads against all logits
-#   recipe sync publish lora routing modes, and on two GPUs apart together kill transports affinity lost
+#   recipe sync publish lora routing modes, and on two GPUs apart together kill transports transports_tp2 affinity lost
 #             whole runs on SGLang: scripts/validate_sglang.py; MODEL names SmolLM2 (a GGUF file or a directory),
 #             SGLANG_PYTHON and SGLANG_PATH a Python that has SGLang and what it needs on its path, SETTINGS settings of
 #             every run (engine.sglang.attention=triton …)
@@ -30,7 +30,7 @@ for part in "$@"; do
         memory) run="benchmarks.loss_memory --tokens 32768 --vocabulary 131072 --hidden 1024 --heads plain chunked liger" ;;
         step) run="benchmarks.train_step --hidden 2048 --layers 16 --vocabulary 65536 --rows 32 --prompt 1024 --answer 1024 --budget 16384 --dtype bfloat16" ;;
         delta) run="benchmarks.delta_sync --hidden 1024 --layers 24 --lr 1e-6" ;;
-        recipe | sync | publish | lora | routing | modes | apart | together | kill | transports | affinity | lost)
+        recipe | sync | publish | lora | routing | modes | apart | together | kill | transports | transports_tp2 | affinity | lost)
             run="scripts.validate_sglang $part --model ${MODEL:?names SmolLM2} --out $OUT/sglang"
             run="$run ${SGLANG_PYTHON:+--python $SGLANG_PYTHON} ${SGLANG_PATH:+--path $SGLANG_PATH} -- ${SETTINGS:-}"
             ;;

@@ -10,7 +10,8 @@
     apart      the recipe with trainer and server on a GPU each, weights over NCCL (two GPUs, as all that follow)
     together   from its checkpoint on: both on one GPU, to compare with its last steps
     kill       from its checkpoint on: two servers, one of them killed in mid-run
-    transports whole, delta, gloo, NCCL side by side, to a server of one GPU and of two; checksums
+    transports whole, delta, gloo, NCCL side by side, to a server of one GPU; checksums
+    transports_tp2  the same without NCCL, to a server of two GPUs
     affinity   conversations on two servers, each where its cache is against in turns
     lost       a receiver that is killed in the middle of a broadcast
     modes      how far engine and trainer agree: default, deterministic, on-policy kernels; alone and in a batch
@@ -186,7 +187,13 @@ class Validation:
         """Ways to publish, side by side."""
         from scripts.two_gpus import compare_transports
 
-        self.failed |= not asyncio.run(compare_transports(self.options, self.out))
+        self.failed |= not asyncio.run(compare_transports(self.options, self.out, tp=1))
+
+    def transports_tp2(self) -> None:
+        """The same to a server of two GPUs."""
+        from scripts.two_gpus import compare_transports
+
+        self.failed |= not asyncio.run(compare_transports(self.options, self.out, tp=2))
 
     def affinity(self) -> None:
         """Two servers, with and without memory of where a session is."""
@@ -220,7 +227,7 @@ def show(steps: Metrics, names: Iterable[str]) -> None:
 
 def main() -> None:
     parts: tuple[str, ...] = ("recipe", "sync", "publish", "lora", "routing", "modes")
-    parts += ("apart", "together", "kill", "transports", "affinity", "lost")
+    parts += ("apart", "together", "kill", "transports", "transports_tp2", "affinity", "lost")
     own, _, settings = (list(part) for part in _split(sys.argv[1:]))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="+", choices=parts)

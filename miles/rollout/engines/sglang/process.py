@@ -94,6 +94,10 @@ def _most_tokens(model: Path) -> int | None:
     return (1 << 30) // (heads * size)
 
 
+# A server may share one of its GPUs with a trainer's rank; how much of it is its own was said.
+_DEFAULTS = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false"}
+
+
 class ServerProcess:
     """One life of a server. `start` returns when it answers."""
 
@@ -128,7 +132,7 @@ class ServerProcess:
         port = self._port or _free_port(self._host)
         self.url = f"http://{self._host}:{port}"
         self._scratch = scratch_folder("sglang")
-        environment = {**os.environ, "TMPDIR": str(self._scratch), **self._environment}
+        environment = {**_DEFAULTS, **os.environ, "TMPDIR": str(self._scratch), **self._environment}
         if not has_gpu():
             path = [str(STAND_INS), *filter(None, [environment.get("PYTHONPATH")])]
             environment |= {"PYTHONPATH": os.pathsep.join(path), "SGLANG_USE_CPU_ENGINE": "1"}

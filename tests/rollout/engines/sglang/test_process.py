@@ -35,6 +35,8 @@ async def test_a_killed_server_is_replaced_at_the_present_weights_and_none_stays
     engine = SGLangEngine(model, tmp_path, SGLangConfig(servers=2, **launched))
     await engine.start()
     pids = list(engine.pids.values())
+    shares = b"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK=false\0"  # a trainer may be on one of a server's GPUs
+    assert shares in Path(f"/proc/{pids[0]}/environ").read_bytes()
     await engine.load(Weights(version=3, directory=model))
     os.kill(pids[0], signal.SIGKILL)
     for number in range(6):
