@@ -23,6 +23,10 @@ def request(name, session="s"):
     return GenerateRequest(id=name, session=session, prompt_ids=[5, 6, 7], max_tokens=4)
 
 
+def variables_of(pid):
+    return Path(f"/proc/{pid}/environ").read_bytes()
+
+
 def lives(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -36,7 +40,7 @@ async def test_a_killed_server_is_replaced_at_the_present_weights_and_none_stays
     await engine.start()
     pids = list(engine.pids.values())
     shares = b"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK=false\0"  # a trainer may be on one of a server's GPUs
-    assert shares in Path(f"/proc/{pids[0]}/environ").read_bytes()
+    assert shares in variables_of(pids[0])
     await engine.load(Weights(version=3, directory=model))
     os.kill(pids[0], signal.SIGKILL)
     for number in range(6):
