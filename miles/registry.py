@@ -9,9 +9,10 @@ import importlib
 from importlib import metadata
 from typing import Any
 
+from miles.config import build
 from miles.errors import ConfigError
 
-__all__ = ["KINDS", "known", "resolve"]
+__all__ = ["KINDS", "import_target", "known", "make_plugin", "resolve"]
 
 BUILT_IN: dict[str, dict[str, str]] = {
     "envs": {
@@ -19,7 +20,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "gymnasium": "miles.envs.gymnasium:GymnasiumTaskset",
         "guess-number": "miles.envs.toy:GuessNumberTaskset",
     },
-    "harnesses": {"react": "miles.harnesses.react:ReactHarness"},
+    "harnesses": {"react": "miles.harnesses.react:ReactHarness", "own": "miles.harnesses.own:OwnHarness"},
     "sandboxes": {
         "local": "miles.sandboxes.local.backend:LocalBackend",
         "docker": "miles.sandboxes.providers.docker:DockerBackend",
@@ -91,15 +92,37 @@ def resolve(kind: str, name: str) -> Any:
 
 
 def _load(kind: str, name: str, target: str) -> Any:
+    return import_target(f"{_ONE.get(kind, kind.removesuffix('s'))} {name!r}", target)
+
+
+def make_plugin(kind: str, name: str, settings: dict[str, Any]) -> Any:
+    """Build a plug-in class with its own checked config; functions and instances are passed through."""
+    plugin = resolve(kind, name)
+    if not isinstance(plugin, type):
+        return plugin
+    config_class = getattr(plugin, "config_class", None)
+    if config_class is not None:
+        try:
+            return plugin(build(config_class, settings))
+        except ConfigError as error:
+            raise ConfigError(f"{kind} {name!r}: {error.message}") from error
+    try:
+        return plugin(**settings)
+    except TypeError as error:
+        raise ConfigError(f"{kind} {name!r} does not take these settings: {error}") from error
+
+
+def import_target(what: str, target: str) -> Any:
+    """What `module:attr` names; ConfigError, beginning with `what`, when it cannot be imported."""
     module_name, _, attr = target.partition(":")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"{_ONE.get(kind, kind.removesuffix('s'))} {name!r}: there is no module {error.name!r}. If it is your own "
+            f"{what}: there is no module {error.name!r}. If it is your own "
             "file, run miles in the folder that holds it; else pip install the package that has it."
         ) from error
     try:
         return getattr(module, attr)
     except AttributeError as error:
-        raise ConfigError(f"{kind} {name!r}: module {module_name!r} has no attribute {attr!r}.") from error
+        raise ConfigError(f"{what}: module {module_name!r} has no attribute {attr!r}.") from error

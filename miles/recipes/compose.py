@@ -10,8 +10,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from miles.config import build
 from miles.envs.base import Taskset
+from miles.envs.hub.manage import open_env
 from miles.errors import ConfigError, MilesError, SandboxError
 from miles.harnesses.base import as_harness
 from miles.recipes.config import RunConfig
@@ -20,7 +20,7 @@ from miles.recipes.placement import place, what_is_missing
 from miles.recipes.plots import plot_rewards
 from miles.recipes.running import Running, begun, ctrl_c, raise_file_limit, rescue, resumed
 from miles.recipes.tiny_model import describe, make_tiny_model
-from miles.registry import resolve
+from miles.registry import make_plugin, resolve
 from miles.rollout.engines.base import Engine
 from miles.rollout.engines.embedded import EmbeddedEngine
 from miles.rollout.engines.inprocess import InProcessEngine
@@ -42,26 +42,9 @@ from miles.trainer.trainer import Trainer
 from miles.types import Episode, Reporter
 from miles.watchdog import watched_loop
 
-__all__ = ["check_plugins", "launch", "make_plugin", "resume"]
+__all__ = ["check_plugins", "launch", "resume"]
 
 log = logging.getLogger(__name__)
-
-
-def make_plugin(kind: str, name: str, settings: dict[str, Any]) -> Any:
-    """Build a plug-in class with its own checked config; functions and instances are passed through."""
-    plugin = resolve(kind, name)
-    if not isinstance(plugin, type):
-        return plugin
-    config_class = getattr(plugin, "config_class", None)
-    if config_class is not None:
-        try:
-            return plugin(build(config_class, settings))
-        except ConfigError as error:
-            raise ConfigError(f"{kind} {name!r}: {error.message}") from error
-    try:
-        return plugin(**settings)
-    except TypeError as error:
-        raise ConfigError(f"{kind} {name!r} does not take these settings: {error}") from error
 
 
 async def launch(config: RunConfig, reporter: Reporter) -> RunFolder:
@@ -99,9 +82,7 @@ def check_plugins(config: RunConfig) -> Taskset:
         ("losses", config.train.policy.kind),
     ):
         resolve(kind, name)
-    for key, path in _model_keys(config).items():
-        if path is not None and not (path / "config.json").is_file():
-            raise ConfigError(f"{key}={path} is not a model directory (no config.json)")
+    _check_models(config)
     place(config)
     if config.train.advantage.turn_credit is not None:
         resolve("advantages", config.train.advantage.turn_credit)
@@ -111,17 +92,23 @@ def check_plugins(config: RunConfig) -> Taskset:
         generate = resolve("harnesses", config.generation)
         if isinstance(generate, type) or not callable(generate):
             raise ConfigError(f"generation={config.generation} must name an `async def generate(context)`")
-    else:
+    elif config.harness.name:
         as_harness(make_plugin("harnesses", config.harness.name, config.harness.settings))
-    if config.model.path is not None:
-        check_tokenizer(config.model.path)
-    elif config.model.gguf is not None:
-        find(config.model.gguf)
-    taskset: Taskset = make_plugin("envs", config.env.name, config.env.settings)
+    taskset = open_env(config.env.name, config.env.settings, config.env.tasks, config.env.rewards)
     for split in ("train", config.eval.split):
         if not taskset.tasks(split):
             raise ConfigError(f"env {config.env.name!r} has no tasks in split {split!r}")
     return taskset
+
+
+def _check_models(config: RunConfig) -> None:
+    for key, path in _model_keys(config).items():
+        if path is not None and not (path / "config.json").is_file():
+            raise ConfigError(f"{key}={path} is not a model directory (no config.json)")
+    if config.model.path is not None:
+        check_tokenizer(config.model.path)
+    elif config.model.gguf is not None:
+        find(config.model.gguf)
 
 
 def _model_keys(config: RunConfig) -> dict[str, Path | None]:
@@ -172,6 +159,7 @@ async def _parts(
     step = int(state["step"]) if state else 0
     async with contextlib.AsyncExitStack() as stack:
         await stack.enter_async_context(watched_loop())
+        stack.push_async_callback(taskset.close)
         model = await asyncio.to_thread(_model, config, taskset, folder)
         engine = _engine(config, model, folder)
         stack.push_async_callback(engine.close)
@@ -190,7 +178,7 @@ async def _parts(
         server = await stack.enter_async_context(
             SessionServer(engine, rendering, config.session, max_tokens=config.sampling.max_tokens)
         )
-        generate = await _generate(config, stack)
+        generate = await _generate(config, taskset, stack)
         runner = EpisodeRunner(taskset, server, pool, generate, config.episode)
         record = _recorder(folder, engine)
         rollout = _rollout(config, taskset, runner, folder, state, record)
@@ -220,7 +208,7 @@ async def _parts(
             {
                 "recipe": config.name,
                 "env": f"{taskset.name} ({len(taskset.tasks('train'))} tasks)",
-                "harness": config.generation or config.harness.name,
+                "harness": config.generation or config.harness.name or taskset.harness,
                 "sandbox": f"{config.sandbox.backend} ({capabilities.isolation}, limits {capabilities.limits})",
                 "engine": getattr(engine, "description", config.engine.name),
                 "trainer": _describe_trainer(config, trainer),
@@ -377,11 +365,13 @@ def _engine(config: RunConfig, model: Path, folder: RunFolder) -> Engine:
     return engine
 
 
-async def _generate(config: RunConfig, stack: contextlib.AsyncExitStack) -> Generate:
-    if config.generation is not None:
-        generate: Generate = resolve("harnesses", config.generation)
+async def _generate(config: RunConfig, taskset: Taskset, stack: contextlib.AsyncExitStack) -> Generate:
+    named = config.generation or ("" if config.harness.name else taskset.generation)
+    if named:
+        generate: Generate = resolve("harnesses", named)
         return generate
-    harness = as_harness(make_plugin("harnesses", config.harness.name, config.harness.settings))
+    name = config.harness.name or taskset.harness
+    harness = as_harness(make_plugin("harnesses", name, config.harness.settings))
     stack.push_async_callback(harness.close)
     return AgentGenerate(harness)
 

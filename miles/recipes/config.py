@@ -7,6 +7,8 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from miles.config import Config, apply_overrides, build, read_toml
+from miles.envs.rewards import JudgeConfig
+from miles.envs.selection import SelectionConfig
 from miles.errors import ConfigError
 from miles.recipes.tiny_model import TinyModelConfig
 from miles.rollout.engines.embedded import EmbeddedConfig
@@ -62,6 +64,22 @@ class PluginSection(Config):
     """Fields of the plug-in's own config."""
 
 
+class EnvSection(PluginSection):
+    """An environment: declared in miles.toml, built in, offered by a package, or module:attr."""
+
+    tasks: SelectionConfig = SelectionConfig()
+    """Which of its tasks; what is given here replaces what miles.toml says."""
+    rewards: dict[str, JudgeConfig] = Field(default_factory=dict)
+    """Parts of the reward; empty: the environment's own, or what miles.toml says."""
+
+
+class HarnessSection(PluginSection):
+    """The program around the model."""
+
+    name: str = ""
+    """Registry name, or module:attr; empty: the environment's own agent where it brings one, else react."""
+
+
 class EngineSection(Config):
     """Which engine serves the policy."""
 
@@ -107,9 +125,9 @@ class Recipe(Config):
 class RunConfig(Recipe):
     """A recipe that trains an agent in an environment."""
 
-    env: PluginSection
+    env: EnvSection
     """The taskset."""
-    harness: PluginSection = PluginSection(name="react")
+    harness: HarnessSection = HarnessSection()
     """Agent layer: the program around the model."""
     generation: str | None = None
     """Generation layer: module:attr of `async generate(context) -> Episode`; replaces the harness."""

@@ -17,7 +17,7 @@ from miles.rollout.rendering.guard import GuardedTokenizer
 from miles.rollout.rendering.rendering import Rendering
 from miles.types import Message, ToolSpec
 
-__all__ = ["TinyModelConfig", "make_tiny_model"]
+__all__ = ["TinyModelConfig", "make_tiny_model", "tiny_rendering"]
 
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _NO_THOUGHT = "<think>\n\n</think>\n\n"  # what the template writes before every answer
@@ -84,6 +84,14 @@ def _tokenizer(words: Sequence[str], tools: list[ToolSpec], example: list[Messag
     rendering = Rendering(guarded, create_renderer(guarded, Qwen3RendererConfig(enable_thinking=False)), "qwen3")
     ids, _ = rendering.demonstration(example, tools)
     return _with_tokens([*_MARKS, *_phrases(base, ids), *words])
+
+
+def tiny_rendering() -> Rendering:
+    """Qwen3's template over bytes: any text, no model."""
+    from renderers import Qwen3RendererConfig, create_renderer
+
+    guarded = GuardedTokenizer(_with_tokens(_MARKS))
+    return Rendering(guarded, create_renderer(guarded, Qwen3RendererConfig(enable_thinking=False)), "qwen3")
 
 
 def _with_tokens(tokens: Sequence[str]) -> Any:

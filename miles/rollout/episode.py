@@ -225,6 +225,9 @@ class EpisodeRunner:
     ) -> None:
         self.config = config or EpisodeConfig()
         self._taskset, self._server, self._pool, self._generate = taskset, server, pool, generate
+        most = taskset.concurrency  # what waits for its turn uses up no deadline
+        self._turn: contextlib.AbstractAsyncContextManager[object]
+        self._turn = asyncio.Semaphore(most) if most is not None else contextlib.nullcontext()
 
     def metrics(self) -> dict[str, float]:
         """Of the sandboxes, since the last call."""
@@ -232,6 +235,10 @@ class EpisodeRunner:
 
     async def run(self, job: Job) -> Episode:
         """One attempt at a task."""
+        async with self._turn:
+            return await self._run(job)
+
+    async def _run(self, job: Job) -> Episode:
         wall = job.task.limits.wall_s if job.task.limits else self.config.wall_s
         began = time.monotonic()
         context = GenerateContext(

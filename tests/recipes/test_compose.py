@@ -396,7 +396,7 @@ def test_a_full_disk_stops_the_run_with_instructions(run_of, tmp_path):
         (["sandbox.backend=dockr"], "unknown sandbox 'dockr'"),
         (["engine.name=scripted"], "name an instance of it as module:attr"),
         (["generation=react"], "must name an `async def generate"),
-        (["env.name=gymnasium", "env.settings.id=NoSuch-v0"], "gymnasium does not know env.settings.id=NoSuch-v0"),
+        (["env.name=gymnasium", "env.settings.id=NoSuch-v0"], "gymnasium does not know NoSuch-v0"),
         (["env.name=guess-number", "env.settings.highest=ten"], "highest: Input should be a valid integer"),
         (["engine.name=embeded"], "unknown engine 'embeded'; did you mean embedded"),
         (["env.settings.dept=2"], "unknown key 'dept'; nearest: depth"),

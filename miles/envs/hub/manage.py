@@ -1,0 +1,269 @@
+"""Adds, locks, syncs, checks and opens declared environments."""
+
+import asyncio
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from miles.config import build, read_toml
+from miles.envs.base import Taskset
+from miles.envs.hub.kinds import Plan, plan_for
+from miles.envs.hub.project import EnvEntry, LockEntry, Project, digest_of, digest_of_folder
+from miles.envs.hub.pythons import build_venv, choose_python, installed, lock_packages, python_of, version_of
+from miles.envs.hub.refs import Ref, default_name, kind_of_folder, parse_ref
+from miles.envs.rewards import JudgeConfig
+from miles.envs.selection import SelectionConfig, selected
+from miles.envs.workers.taskset import WorkerConfig
+from miles.errors import ConfigError, EnvError
+from miles.registry import import_target, make_plugin
+
+__all__ = ["add", "check_lock", "lock", "open_declared", "open_env", "plan_of", "remove", "sync"]
+
+Tell = Callable[[str], None]
+_FIRST = 200  # tasks whose digest is kept
+
+
+def plan_of(entry: EnvEntry, project: Project, name: str) -> tuple[Ref, Plan]:
+    """What a declared environment needs. A repository is cloned first."""
+    ref = parse_ref(entry.ref, project.root)
+    if ref.git:
+        ref = _cloned(ref, project, name)
+    plan = plan_for(ref, project.root, entry.layer)
+    return ref, replace(plan, requires=(*plan.requires, *entry.requires), settings={**plan.settings, **entry.settings})
+
+
+def _cloned(ref: Ref, project: Project, name: str) -> Ref:
+    """A repository at its commit, as a folder."""
+    url, _, revision = ref.git.rpartition("@") if "@" in ref.git.rpartition("/")[2] else (ref.git, "", "")
+    folder = project.folder(name) / "source"
+    if not folder.is_dir():
+        _git("clone", "-q", url, str(folder))
+        if revision:
+            _git("-C", str(folder), "checkout", "-q", revision)
+    return replace(ref, kind=ref.kind or kind_of_folder(folder), target=str(folder))
+
+
+def _git(*words: str) -> str:
+    try:
+        done = subprocess.run(["git", *words], capture_output=True, text=True, timeout=600, check=False)
+    except OSError as error:
+        raise EnvError("git is not installed, and this reference is a repository") from error
+    if done.returncode:
+        raise EnvError(f"git {words[0]}: {done.stderr.strip()}")
+    return done.stdout.strip()
+
+
+def add(project: Project, text: str, told: Mapping[str, Any], tell: Tell, *, name: str = "") -> str:
+    """Declare, install, lock; nothing stays declared when that fails. Returns the name."""
+    name = name or default_name(parse_ref(text, project.root))
+    if name in project.entries():
+        raise ConfigError(
+            f"{project.file} has an environment {name!r} already: choose another --name, or remove it first"
+        )
+    entry = build(EnvEntry, {"ref": text, **told})
+    try:
+        locked = _install(project, name, entry, None, tell)
+    except BaseException:
+        shutil.rmtree(project.folder(name), ignore_errors=True)
+        raise
+    project.declare(name, {"ref": text, **told})
+    project.write_lock({**project.locks(), name: locked})
+    return name
+
+
+def remove(project: Project, name: str) -> None:
+    """Take an environment out of the project and off the disk."""
+    project.entry(name)
+    project.forget(name)
+    shutil.rmtree(project.folder(name), ignore_errors=True)
+
+
+def lock(project: Project, tell: Tell, only: str = "") -> None:
+    """Resolve anew what is declared, and install it."""
+    locks = {name: entry for name, entry in project.locks().items() if name in project.entries()}
+    for name, entry in project.entries().items():
+        if only in ("", name):
+            locks[name] = _install(project, name, entry, None, tell)
+    project.write_lock(locks)
+
+
+def sync(project: Project, tell: Tell) -> int:
+    """Make what is installed be what miles.lock says; returns how many were built. ConfigError when it does not fit."""
+    locks, built = project.locks(), 0
+    for name, entry in project.entries().items():
+        wrong = _declared_wrongly(project, name, entry, locks.get(name))
+        if wrong:
+            raise ConfigError(f"miles.lock does not fit miles.toml: {wrong}. Run `miles env lock`")
+        if _installed_wrongly(project, name, entry, locks[name]):
+            _install(project, name, entry, locks[name], tell)
+            built += 1
+        else:
+            tell(f"{name}: is as locked")
+    return built
+
+
+def check_lock(project: Project) -> list[str]:
+    """What differs between miles.toml, miles.lock and what is installed; empty when nothing does."""
+    locks, problems = project.locks(), []
+    for name, entry in project.entries().items():
+        wrong = _declared_wrongly(project, name, entry, locks.get(name))
+        problems += [wrong or _installed_wrongly(project, name, entry, locks[name])]
+    problems += [f"{name} is locked and not declared" for name in locks if name not in project.entries()]
+    return [problem for problem in problems if problem]
+
+
+def _declared_wrongly(project: Project, name: str, entry: EnvEntry, locked: LockEntry | None) -> str:
+    if locked is None:
+        return f"{name} is not locked"
+    if locked.ref != entry.ref:
+        return f"{name} is locked as {locked.ref} and declared as {entry.ref}"
+    _, plan = plan_of(entry, project, name)
+    if locked.requires != plan.requires:
+        return f"{name} needs other packages than are locked"
+    if plan.source is not None and locked.source != _source(plan):
+        return f"{name}: {plan.source} has changed since it was locked"
+    return ""
+
+
+def _installed_wrongly(project: Project, name: str, entry: EnvEntry, locked: LockEntry) -> str:
+    _, plan = plan_of(entry, project, name)
+    if not plan.own_python:
+        return ""
+    folder = project.folder(name)
+    if not python_of(folder).exists():
+        return f"{name} is not installed: miles env sync"
+    here = installed(folder)
+    for line in locked.packages:
+        package, _, version = line.partition(" ")[0].partition(";")[0].partition("==")
+        package = package.partition("[")[0].lower().replace("_", "-")
+        if ";" not in line and here.get(package) != version.strip():
+            return f"{name} has {package} {here.get(package)} instead of {version}: miles env sync"
+    return ""
+
+
+def _source(plan: Plan) -> str:
+    return digest_of_folder(plan.source) if plan.source is not None else ""
+
+
+def _install(project: Project, name: str, entry: EnvEntry, locked: LockEntry | None, tell: Tell) -> LockEntry:
+    """Build an environment's Python and look at its tasks."""
+    ref, plan = plan_of(entry, project, name)
+    folder = project.folder(name)
+    python, packages = "", locked.packages if locked is not None else ()
+    if plan.own_python:
+        interpreter = choose_python(
+            entry.python or (locked.python if locked else ""), _needs(plan), f"{name} ({ref.kind})"
+        )
+        python = version_of(interpreter)
+        if locked is None:
+            tell(f"{name}: resolving packages for Python {python}")
+            packages = lock_packages(interpreter, plan.requires, plan.projects, folder)
+        tell(f"{name}: installing {len(packages)} packages")
+        build_venv(interpreter, packages, plan.projects, folder)
+    fresh = LockEntry(
+        ref=entry.ref, kind=ref.kind, python=python, packages=packages, requires=plan.requires, source=_source(plan)
+    )
+    tell(f"{name}: reading its tasks")
+    splits, digest = _look(project, name, entry)
+    return fresh.model_copy(update={"splits": splits, "tasks": digest})
+
+
+def _needs(plan: Plan) -> str:
+    """Which Pythons fit: the ecosystem's, and what the projects say."""
+    needs = [plan.python] if plan.python else []
+    for project in plan.projects:
+        if (project / "pyproject.toml").is_file():
+            own = read_toml(project / "pyproject.toml").get("project", {}).get("requires-python", "")
+            needs += [own] if own else []
+    return ",".join(needs)
+
+
+def _look(project: Project, name: str, entry: EnvEntry) -> tuple[dict[str, int], str]:
+    """Tasks by split, and a digest of the first ones."""
+    taskset = open_declared(project, name, entry)
+    try:
+        counts, first = {}, []
+        for split in taskset.splits():
+            tasks = taskset.tasks(split)
+            counts[split] = len(tasks)
+            first += [[task.id, list(task.prompt), task.data] for task in tasks[:_FIRST]]
+        if not any(counts.values()):
+            raise EnvError(f"{name} has no tasks in any split ({', '.join(counts)})")
+        return counts, digest_of(_portable(first, project.root))
+    finally:
+        asyncio.run(taskset.close())
+
+
+def _portable(value: Any, root: Path) -> Any:
+    """Without this machine's folder, so that the digest is the same on the next one."""
+    return json.loads(json.dumps(value, default=str).replace(str(root), ""))
+
+
+def open_declared(project: Project, name: str, entry: EnvEntry, settings: Mapping[str, Any] | None = None) -> Taskset:
+    """The taskset of a declared environment, as installed. ConfigError when it is not."""
+    _, plan = plan_of(entry, project, name)
+    plan = replace(plan, settings={**plan.settings, **(settings or {})})
+    folder = project.folder(name)
+    python = python_of(folder) if plan.own_python else Path(sys.executable)
+    if not python.exists():
+        raise ConfigError(f"environment {name!r} is declared and not installed here: miles env sync")
+    for path in plan.paths if not plan.own_python else ():
+        if str(path) not in sys.path:
+            sys.path.insert(0, str(path))
+    worker = WorkerConfig(
+        name=name,
+        python=python,
+        kind=plan.adapter,
+        settings=plan.settings,
+        paths=plan.paths,
+        log=folder / "worker.log",
+        environment={**plan.environment, **entry.environment},
+        secrets=entry.secrets,
+        concurrency=entry.concurrency,
+        start_s=entry.start_s,
+    )
+    return _made(plan, worker)
+
+
+def _made(plan: Plan, worker: WorkerConfig) -> Taskset:
+    if plan.kind == "miles":
+        made: Taskset = make_plugin("envs", plan.taskset, plan.settings)
+        return made
+    taskset: Taskset = import_target(plan.kind, plan.taskset)(worker)
+    return taskset
+
+
+def open_env(
+    name: str,
+    settings: Mapping[str, Any],
+    tasks: SelectionConfig | None = None,
+    rewards: Mapping[str, JudgeConfig] | None = None,
+    project: Project | None = None,
+) -> Taskset:
+    """A taskset by the name of a declared environment, a registry name, or module:attr; settings go over the declared
+    ones, `tasks` and `rewards` replace them."""
+    project = project or Project.find()
+    entries = project.entries()
+    if name in entries:
+        entry = entries[name]
+        taskset = open_declared(project, name, entry, settings)
+        tasks = tasks if tasks is not None and tasks != SelectionConfig() else entry.tasks
+        rewards = rewards or entry.rewards
+    else:
+        taskset = _built_in(name, settings, entries)
+    return selected(taskset, tasks or SelectionConfig(), rewards or {})
+
+
+def _built_in(name: str, settings: Mapping[str, Any], entries: Mapping[str, EnvEntry]) -> Taskset:
+    try:
+        made: Taskset = make_plugin("envs", name, dict(settings))
+    except ConfigError as error:
+        if entries and "unknown env" in error.message:
+            raise ConfigError(f"{error.message} miles.toml declares: {', '.join(entries)}.") from error
+        raise
+    return made

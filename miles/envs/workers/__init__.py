@@ -1,0 +1,1 @@
+"""Environments in processes and Pythons of their own."""

@@ -1,0 +1,1 @@
+"""What runs inside a worker: the standard library and the environment's own packages, nothing of Miles."""

@@ -1,0 +1,7 @@
+"""`python …/guest SOCKET KIND`: a folder that runs, so that this folder alone is on the path."""
+
+import sys
+
+from miles_worker.protocol import run
+
+run(sys.argv[1], sys.argv[2])

@@ -1,0 +1,1 @@
+"""The worker's side; adapters import `miles_worker.protocol`."""
