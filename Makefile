@@ -12,7 +12,7 @@ quickstart: $(VENV)/.installed
 	$(BIN)/miles launch quickstart
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -q -m "not slow and not docker and not harness and not sglang"
+	$(BIN)/python -m pytest -q -m "not slow and not docker and not harness and not sglang and not hub"
 
 test-all: $(VENV)/.installed
 	$(BIN)/python -m pytest -q

@@ -122,6 +122,8 @@ def import_target(what: str, target: str) -> Any:
             f"{what}: there is no module {error.name!r}. If it is your own "
             "file, run miles in the folder that holds it; else pip install the package that has it."
         ) from error
+    except Exception as error:
+        raise ConfigError(f"{what}: module {module_name!r} cannot be imported: {type(error).__name__}: {error}") from error
     try:
         return getattr(module, attr)
     except AttributeError as error:

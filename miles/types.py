@@ -225,7 +225,7 @@ Outcome = Annotated[Scored | Faulted | Discarded, Field(discriminator="kind")]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
     """One attempt at a Task. `timings` holds seconds per phase (sandbox, reset, agent, score, total); `log` is the
-    agent's own lines, cut to a bound."""
+    agent's own lines, cut to a bound. `seats` are the other players' trajectories of the same game."""
 
     id: str
     task_id: str
@@ -237,6 +237,7 @@ class Episode:
     outcome: Outcome
     timings: dict[str, float] = field(default_factory=dict)
     log: tuple[str, ...] = ()
+    seats: tuple["Episode", ...] = ()
 
     @property
     def reward(self) -> float | None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pydantic import Field
 
 from miles.config import Config
-from miles.envs.base import ACT_TOOL, BaseEnv, Taskset
+from miles.envs.base import ACT_TOOL, BaseEnv, Solution, Taskset
 from miles.sandboxes.base import Sandbox
 from miles.types import Env, Observation, Score, Step, Task, Transcript
 
@@ -56,6 +56,7 @@ class GuessNumberTaskset(Taskset):
 
     name = "guess-number"
     config_class = GuessNumberConfig
+    reward_range = (0.0, 1.0)
 
     def __init__(self, config: GuessNumberConfig | None = None) -> None:
         config = config or GuessNumberConfig()
@@ -75,3 +76,10 @@ class GuessNumberTaskset(Taskset):
 
     def env(self, task: Task, sandbox: Sandbox | None) -> Env:
         return GuessNumber(task)
+
+    async def random_actions(self, task: Task, count: int) -> list[str]:
+        dice = random.Random(task.id)
+        return [str(dice.randint(1, self.highest)) for _ in range(count)]
+
+    async def solution(self, task: Task) -> Solution:
+        return Solution(actions=(str(task.data["secret"]),))

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pydantic import Field
 
 from miles.config import Config
-from miles.envs.base import BaseEnv, Demonstration, Taskset
+from miles.envs.base import BaseEnv, Demonstration, Solution, Taskset
 from miles.errors import ConfigError
 from miles.sandboxes.base import Sandbox, SandboxSpec
 from miles.sandboxes.shell import SHELL_TOOL
@@ -53,6 +53,7 @@ class VaultTaskset(Taskset):
 
     name = "vault"
     config_class = VaultConfig
+    reward_range = (0.0, 1.0)
 
     def __init__(self, config: VaultConfig | None = None) -> None:
         self.config = config or VaultConfig()
@@ -81,6 +82,9 @@ class VaultTaskset(Taskset):
 
     def env(self, task: Task, sandbox: Sandbox | None) -> Env:
         return VaultEnv(task)
+
+    async def solution(self, task: Task) -> Solution:
+        return Solution(answer=f"answer {task.data['key']}")
 
     def sandbox(self, task: Task) -> SandboxSpec:
         return SandboxSpec(files={f"/workspace/{name}": text.encode() for name, text in task.data["files"].items()})

@@ -17,7 +17,7 @@ from miles.recipes.scripted import scripted_model
 from miles.rollout.episode import Job
 from miles.sandboxes.base import Sandbox
 from miles.sandboxes.pool import SandboxConfig, SandboxPool, make_backend
-from miles.types import Env, Observation, Score, Scored, Step, Task, Transcript
+from miles.types import Env, Faulted, Observation, Score, Scored, Step, Task, Transcript
 
 __all__ = ["CHECKS", "check_env"]
 
@@ -52,6 +52,8 @@ class _Checked:
         async with contextlib.AsyncExitStack() as stack:
             sandbox = await stack.enter_async_context(self.pool.sandbox(spec)) if spec is not None else None
             env = self.taskset.env(task, sandbox)
+            if hasattr(env, "more_sandboxes"):
+                env.more_sandboxes = self.pool.sandbox
             stack.push_async_callback(env.close)
             yield env, sandbox, await env.reset()
 
@@ -91,6 +93,8 @@ class _Checked:
             async with playing(config, self.taskset, Path(folder), scripted_model({"*": list(replies)})) as runner:
                 episode = await runner.run(Job(task=task, group_id="check"))
         outcome = episode.outcome
+        if isinstance(outcome, Faulted):
+            return Score(reward=0.0)
         _must(isinstance(outcome, Scored), f"task {task.id}: {outcome.kind} {getattr(outcome, 'detail', '')[-600:]}")
         assert isinstance(outcome, Scored)
         return Score(reward=outcome.reward, parts=outcome.parts)

@@ -22,7 +22,7 @@ from miles.errors import ContextOverflow, EngineError, EnvError, HarnessError, S
 from miles.harnesses.base import AgentContext, Endpoint, Harness
 from miles.rollout.session.server import SessionServer
 from miles.rollout.session.session import Session
-from miles.sandboxes.base import Sandbox
+from miles.sandboxes.base import Sandbox, SandboxSpec
 from miles.sandboxes.pool import SandboxPool
 from miles.types import (
     Discarded,
@@ -157,6 +157,10 @@ class GenerateContext:
             self.timings["sandbox"] = time.monotonic() - began
             yield sandbox
 
+    def another(self, spec: SandboxSpec) -> contextlib.AbstractAsyncContextManager[Sandbox]:
+        """A second machine of this episode, as for a verifier that the agent has never seen."""
+        return self.pool.sandbox(replace(spec, labels={**spec.labels, "episode": self.job.episode_id}))
+
     def agent_limit_s(self) -> float:
         """Seconds that the agent may use: what the wall leaves when scoring keeps its share."""
         left = self.deadline - time.monotonic()
@@ -284,6 +288,8 @@ class AgentGenerate:
     async def __call__(self, context: GenerateContext) -> Episode:
         async with context.sandbox() as sandbox:
             env = context.taskset.env(context.task, sandbox)
+            if hasattr(env, "more_sandboxes"):
+                env.more_sandboxes = context.another
             try:
                 observation = await self._reset(context, env)
                 async with context.session() as session:

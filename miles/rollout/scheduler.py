@@ -11,7 +11,7 @@ import logging
 import random
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from pydantic import Field
@@ -297,7 +297,7 @@ class AsyncRollout:
         outcome = episode.outcome
         self._counts[f"outcome/{outcome.kind}"] += 1
         self._totals[f"total/{outcome.kind}"] += 1
-        self._counts["sampled_tokens"] += episode.tree.sampled_tokens
+        self._counts["sampled_tokens"] += sum(one.tree.sampled_tokens for one in (episode, *episode.seats))
         self._on_episode(episode)
         if isinstance(outcome, Discarded):
             self._counts[f"discarded/{outcome.reason}"] += 1
@@ -335,7 +335,7 @@ class AsyncRollout:
             self._release(group.seq, again=False)
             return
         self._counts["groups_finished"] += 1
-        done = Group(id=group_id, seq=group.seq, task_id=usable[0].task_id, episodes=tuple(usable))
+        done = Group(id=group_id, seq=group.seq, task_id=usable[0].task_id, episodes=tuple(_with_seats(usable)))
         if self.config.drop_without_difference and done.without_difference:
             self._counts["groups_replaced"] += 1
             self._replaced_in_a_row += 1
@@ -349,3 +349,9 @@ class AsyncRollout:
         self._replaced_in_a_row = 0
         self._ready.append(done)
         self._news.set()
+
+
+def _with_seats(episodes: Sequence[Episode]) -> list[Episode]:
+    """Every player's trajectory as an episode of the group."""
+    apart = [one for episode in episodes for one in (replace(episode, seats=()), *episode.seats)]
+    return [one for one in apart if one.reward is not None]

@@ -33,7 +33,9 @@ class Plan:
     requires: tuple[str, ...] = ()
     """Packages."""
     projects: tuple[Path, ...] = ()
-    """Folders that are installed."""
+    """Folders whose requirements are installed, and they themselves unless they are played from where they are."""
+    in_place: bool = False
+    """Whether the folders are played from where they are."""
     paths: tuple[Path, ...] = ()
     """Folders on its Python's path."""
     source: Path | None = None
@@ -103,6 +105,7 @@ def _openenv(ref: Ref, root: Path, layer: str) -> Plan:
         taskset=taskset,
         requires=("uvicorn[standard]>=0.30",),
         projects=(path,),
+        in_place=True,
         source=path,
         settings={"folder": str(path), **ref.settings},
     )

@@ -164,7 +164,7 @@ def _install(project: Project, name: str, entry: EnvEntry, locked: LockEntry | N
             tell(f"{name}: resolving packages for Python {python}")
             packages = lock_packages(interpreter, plan.requires, plan.projects, folder)
         tell(f"{name}: installing {len(packages)} packages")
-        build_venv(interpreter, packages, plan.projects, folder)
+        build_venv(interpreter, packages, () if plan.in_place else plan.projects, folder)
     fresh = LockEntry(
         ref=entry.ref, kind=ref.kind, python=python, packages=packages, requires=plan.requires, source=_source(plan)
     )

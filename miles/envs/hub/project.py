@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,10 @@ from miles.errors import ConfigError
 __all__ = ["EnvEntry", "LockEntry", "Project"]
 
 _HEAD = "# Written by `miles env add`, `lock` and `sync`. Commit it; do not edit it.\n\n"
+
+
+LEFT_OUT = ("__pycache__", ".git", ".venv", ".miles", "build", "dist", "*.egg-info", ".*_cache", "runs", "evals")
+"""What of a folder is neither digested nor installed."""
 
 
 class EnvEntry(Config):
@@ -171,11 +176,10 @@ def digest_of(value: Any) -> str:
 def digest_of_folder(path: Path) -> str:
     """sha256 of names and contents; caches and version control left out."""
     found = hashlib.sha256()
-    skipped = {"__pycache__", ".git", ".venv", ".miles", "build", "dist", ".pytest_cache", "runs", "node_modules"}
     files = [path] if path.is_file() else sorted(path.rglob("*"))
     for file in files:
         parts = file.relative_to(path).parts if file != path else ()
-        if file.is_file() and not any(part in skipped or part.endswith(".egg-info") for part in parts):
+        if file.is_file() and not any(fnmatch(part, left) for part in parts for left in LEFT_OUT):
             found.update(f"\0{'/'.join(parts)}\0".encode())
             found.update(hashlib.sha256(file.read_bytes()).digest())
     return "sha256:" + found.hexdigest()

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 
+from miles.envs.hub.project import LEFT_OUT
 from miles.errors import ConfigError, EnvError
 
 __all__ = ["build_venv", "choose_python", "installed", "lock_packages", "python_of", "version_of"]
@@ -180,7 +182,10 @@ def build_venv(python: Path, packages: Sequence[str], projects: Sequence[Path], 
         _run([*install, "--require-hashes", "--no-deps", "-r", str(locked)], "the packages cannot be installed")
     for project in projects:
         if (project / "pyproject.toml").is_file():
-            _run([*install, "--no-deps", str(project)], f"{project} cannot be installed")
+            with tempfile.TemporaryDirectory(prefix="miles-build-") as scratch:  # building leaves things behind
+                copy = Path(scratch) / project.name
+                shutil.copytree(project, copy, ignore=shutil.ignore_patterns(*LEFT_OUT))
+                _run([*install, "--no-deps", str(copy)], f"{project} cannot be installed")
 
 
 def installed(folder: Path) -> dict[str, str]:

@@ -151,5 +151,7 @@ def default_name(ref: Ref) -> str:
         .partition("@")[2 if ref.kind == "inspect" else 0]
     )
     last = last or Path(ref.target).name
-    last = re.sub(r"-v\d+$", "", last.partition(":")[2] or last).removesuffix(".py")
+    if "://" not in ref.target:  # module:Env-v0 is called Env
+        last = last.rpartition(":")[2]
+    last = re.sub(r"-v\d+$", "", last).removesuffix(".py")
     return re.sub(r"[^a-z0-9]+", "-", last.lower()).strip("-") or ref.kind

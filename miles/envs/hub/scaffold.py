@@ -21,6 +21,12 @@ dependencies = []
 
 [project.entry-points."miles.envs"]
 {name} = "{module}:{cls}"
+
+[tool.setuptools]
+py-modules = ["{module}"]
+
+[tool.pytest.ini_options]
+pythonpath = ["."]
 """
 
 _MODULE = '''\
@@ -57,8 +63,9 @@ class {cls}(Taskset):
         self.config = config or {cls}Config()
 
     def tasks(self, split: str) -> Sequence[Task]:
-        count = self.config.train if split == "train" else self.config.test return [_task(f"{{split}}/{{number}}",
-        split, random.Random(f"{{split}}/{{number}}")) for number in range(count)]
+        count = self.config.train if split == "train" else self.config.test
+        names = [f"{{split}}/{{number}}" for number in range(count)]
+        return [_task(name, split, random.Random(name)) for name in names]
 
     def env(self, task: Task, sandbox: Sandbox | None) -> Env:
         return {cls}Env(task)
@@ -117,7 +124,8 @@ An environment for [Miles](https://github.com/radixark/miles).
 ```
 
 `{module}.py` has the tasks and the reward; every class there may be replaced. `pyproject.toml` names the taskset in
-the group `miles.envs`, so whoever installs the package can say `env.name={name}`."""
+the group `miles.envs`, so whoever installs the package can say `env.name={name}`.
+"""
 
 _RECIPE = """\
 name = "{name}"
@@ -140,17 +148,24 @@ group_size = 8
 tasks = 100
 
 [train]
-steps = 30
+steps = 40
 
 [train.optim]
-lr = 3e-3
+kind = "muon"
+lr = 4e-3
+decay_steps = 40
+final_lr_ratio = 0.2
 
 [train.warm_start]
-steps = 150
+steps = 400
 batch = 32
 
 [train.warm_start.optim]
-lr = 3e-3
+kind = "muon"
+lr = 8e-3
+warmup_steps = 30
+decay_steps = 400
+beta2 = 0.98
 """
 
 

@@ -5,10 +5,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from miles.envs.base import BaseEnv, Taskset
+from miles.envs.base import BaseEnv, Solution, Taskset
 from miles.envs.rewards import as_score
 from miles.envs.workers.process import GUEST
-from miles.envs.workers.taskset import as_observation, as_step, as_task
+from miles.envs.workers.taskset import as_observation, as_solution, as_step, as_task
 from miles.errors import ConfigError, EnvError
 from miles.sandboxes.base import Sandbox
 from miles.types import Env, Observation, Score, Step, Task, Transcript
@@ -52,6 +52,10 @@ class AdapterTaskset(Taskset):
     async def random_actions(self, task: Task, count: int) -> list[str]:
         drawn: list[str] = self.adapter.random_actions(task.data, task.data.get("seed") or 0, count)
         return drawn
+
+    async def solution(self, task: Task) -> Solution | None:
+        told = self.adapter.gold(task.data)
+        return None if told is None else as_solution(told)
 
     def env(self, task: Task, sandbox: Sandbox | None) -> Env:
         return _AdapterEnv(task, self.adapter, self._failure)

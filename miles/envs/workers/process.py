@@ -174,8 +174,8 @@ class WorkerProcess:
             with self._link.makefile("rb") as lines:
                 for line in lines:
                     self._take(json.loads(line))
-        except (OSError, ValueError):
-            pass  # a closed socket, or no JSON: either way nothing more can be understood
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+            pass  # a closed socket, or no JSON-RPC: either way nothing more can be understood
         self._ended.set()
         self._bury()
 

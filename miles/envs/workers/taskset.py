@@ -7,7 +7,8 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,7 +19,7 @@ from miles.envs.base import ACT_TOOL, BaseEnv, Solution, Taskset
 from miles.envs.rewards import as_float, as_score
 from miles.envs.workers.process import PROTOCOL, WorkerProcess, quiet_environment
 from miles.errors import EnvError, SandboxError
-from miles.sandboxes.base import Sandbox
+from miles.sandboxes.base import Sandbox, SandboxSpec
 from miles.types import Env, Observation, Score, Step, Task, Transcript
 
 __all__ = ["WorkerConfig", "WorkerEnv", "WorkerTaskset", "Workers"]
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 _PAGE = 1000
 _PAUSES_S = (0.0, 1.0, 2.0, 4.0, 8.0)  # before a life, by deaths in a row
 _CLOSE_S = 5.0
+_FILE = 1 << 26  # bytes of a file that a worker may read
 
 
 class WorkerConfig(Config):
@@ -201,7 +203,7 @@ class WorkerTaskset(Taskset):
         return self._tasks[split]
 
     def env(self, task: Task, sandbox: Sandbox | None) -> Env:
-        return WorkerEnv(task, self.workers, sandbox)
+        return WorkerEnv(task, self.workers, sandbox, self.sandbox(task) if sandbox is not None else None)
 
     async def random_actions(self, task: Task, count: int) -> list[str]:
         worker = await asyncio.to_thread(self.workers.now)
@@ -211,13 +213,7 @@ class WorkerTaskset(Taskset):
     async def solution(self, task: Task) -> Solution | None:
         worker = await asyncio.to_thread(self.workers.now)
         told = await worker.ask("gold", task=task.data)
-        if told is None:
-            return None
-        return Solution(
-            actions=tuple(told.get("actions") or ()),
-            answer=told.get("answer") or "",
-            commands=tuple(told.get("commands") or ()),
-        )
+        return None if told is None else as_solution(told)
 
     async def close(self) -> None:
         await asyncio.to_thread(self.workers.close)
@@ -241,10 +237,18 @@ class WorkerEnv(BaseEnv):
 
     _numbers = itertools.count(1)
 
-    def __init__(self, task: Task, workers: Workers, sandbox: Sandbox | None = None) -> None:
+    more_sandboxes: Callable[[SandboxSpec], AbstractAsyncContextManager[Sandbox]] | None = None
+    """Set by the episode: makes another machine."""
+
+    def __init__(
+        self, task: Task, workers: Workers, sandbox: Sandbox | None = None, spec: SandboxSpec | None = None
+    ) -> None:
         super().__init__(task)
         self.episode = f"e{next(self._numbers)}"
-        self._workers, self._sandbox = workers, sandbox
+        self.player = 0
+        self._workers, self._spec = workers, spec
+        self._boxes = {0: sandbox} if sandbox is not None else {}
+        self._stack = contextlib.AsyncExitStack()
         self._process: WorkerProcess | None = None
         self._log: Any = None
 
@@ -253,9 +257,9 @@ class WorkerEnv(BaseEnv):
         process.episodes.add(self.episode)
         process.listen(self.episode, self._answer)
         seed = self.task.data.get("seed")
-        return as_observation(
-            await process.ask("reset", episode=self.episode, task=self.task.data, seed=seed), self.task
-        )
+        told = await process.ask("reset", episode=self.episode, task=self.task.data, seed=seed)
+        self.player = told.get("player", 0)
+        return as_observation(told, self.task)
 
     async def step(self, action: str) -> Step:
         return as_step(await self._asked().ask("step", episode=self.episode, action=action))
@@ -288,6 +292,7 @@ class WorkerEnv(BaseEnv):
             log.warning("env %s: close failed: %s", self._workers.config.name, error)
         finally:
             process.forget(self.episode)
+            await self._stack.aclose()
             process.episodes.discard(self.episode)
             await asyncio.to_thread(self._workers.tidy)
 
@@ -297,29 +302,58 @@ class WorkerEnv(BaseEnv):
         return self._process
 
     async def _answer(self, method: str, params: dict[str, Any]) -> Any:
-        """What the worker asks of Miles: the sandbox of this episode, and its log."""
+        """What the worker asks of Miles: the sandboxes of this episode, and its log."""
         if method == "log":
             if self._log is not None:
                 self._log(params["text"])
             return None
-        if self._sandbox is None:
-            raise SandboxError("this task has no sandbox")
+        box = params.pop("box", 0)
+        if method == "open":
+            return await self._open(box)
+        sandbox = self._boxes.get(box)
+        if sandbox is None:
+            raise SandboxError("this task has no such sandbox")
         if method == "exec":
-            with contextlib.suppress(KeyError):
-                params["stdin"] = base64.b64decode(params["stdin"])
-            done = await self._sandbox.exec(params.pop("command"), **params)
-            return {
-                "exit_code": done.exit_code,
-                "stdout": done.stdout.decode("utf-8", "replace"),
-                "stderr": done.stderr.decode("utf-8", "replace"),
-                "outcome": done.outcome,
-            }
+            return await _exec(sandbox, params)
         if method == "read":
-            return {"data": base64.b64encode(await self._sandbox.read(params["path"])).decode()}
+            return {"data": base64.b64encode(await sandbox.read(params["path"], max_bytes=_FILE)).decode()}
         if method == "write":
-            await self._sandbox.write(params["path"], base64.b64decode(params["data"]))
+            await sandbox.write(params["path"], base64.b64decode(params["data"]))
             return {}
-        raise EnvError(f"a worker may ask for exec, read, write and log, not for {method!r}")
+        raise EnvError(f"a worker may ask for open, exec, read, write and log, not for {method!r}")
+
+    async def _open(self, box: int) -> dict[str, Any]:
+        """Another sandbox like the episode's; it lives as long as the episode."""
+        if self.more_sandboxes is None or self._spec is None:
+            raise SandboxError("no second sandbox can be had here")
+        self._boxes[box] = await self._stack.enter_async_context(self.more_sandboxes(self._spec))
+        return {}
+
+
+async def _exec(sandbox: Sandbox, params: dict[str, Any]) -> dict[str, Any]:
+    raw = params.pop("raw", False)
+    if "stdin" in params:
+        params["stdin"] = base64.b64decode(params["stdin"])
+    done = await sandbox.exec(params.pop("command"), **params)
+
+    def told(data: bytes) -> str:
+        return base64.b64encode(data).decode() if raw else data.decode("utf-8", "replace")
+
+    return {
+        "exit_code": done.exit_code,
+        "stdout": told(done.stdout),
+        "stderr": told(done.stderr),
+        "outcome": done.outcome,
+    }
+
+
+def as_solution(told: Mapping[str, Any]) -> Solution:
+    """From the wire."""
+    return Solution(
+        actions=tuple(told.get("actions") or ()),
+        answer=told.get("answer") or "",
+        commands=tuple(told.get("commands") or ()),
+    )
 
 
 def as_observation(told: Mapping[str, Any], task: Task) -> Observation:

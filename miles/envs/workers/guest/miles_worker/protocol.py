@@ -54,6 +54,11 @@ class Episode:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="episode")
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
+    async def idle(self):
+        """Return when its thread is free: what hangs there makes the host's wait for `close` run out."""
+        if self._thread is not None:
+            await self.run(lambda: None)
+
     def end(self):
         if self._thread is not None:
             self._thread.shutdown(wait=False)
@@ -185,6 +190,7 @@ class Worker:
         if live is None:
             return None
         try:
+            await live.idle()
             if hasattr(live.played, "close"):
                 await live.call("close")
         finally:

@@ -125,9 +125,12 @@ class Rollout:
             ours = any(error is failure for failure in client.failures)
             raise Failure(f"{type(error).__name__}: {error}", "engine" if ours else "env") from error
         overflow = [failure for failure in client.failures if isinstance(failure, vf.OverlongPromptError)]
-        failed = [failure for failure in client.failures if failure not in overflow]
+        empty = [failure for failure in client.failures if type(failure).__name__ == "EmptyModelResponseError"]
+        failed = [failure for failure in client.failures if failure not in (*overflow, *empty)]
         if failed:
             raise Failure(f"the model endpoint failed: {failed[0].__cause__ or failed[0]!r}", "engine")
+        if empty:
+            raise Failure("the model said nothing and called no tool", "policy", "empty_answer")
         if out.get("error"):
             raise Failure(json.dumps(out["error"], default=str)[:1000])
         if overflow:

@@ -1,8 +1,9 @@
 """Every environment as a `gymnasium.Env`: `gymnasium.make("miles/NAME-v0")`.
 
-Gymnasium calls `register` by itself (entry point group gymnasium.envs). Actions and observations are texts. With
-tools, an action is the text for `act`, or {"name": …, "arguments": …} for another tool; any other text is the agent's
-last word, which ends the episode. The rewards of an episode add up to its score."""
+`import miles.envs.gym` registers what is built in, installed and declared;
+`gymnasium.make("miles.envs.gym:miles/NAME-v0")` needs no import. Actions and observations are texts. With tools, an
+action is the text for `act`, or {"name": …, "arguments": …} for another tool; any other text is the agent's last word,
+which ends the episode. The rewards of an episode add up to its score."""
 
 import asyncio
 import contextlib
@@ -169,3 +170,6 @@ def register() -> None:
         id = f"miles/{name}-v0"
         if id not in gymnasium.registry and name != "gymnasium":
             gymnasium.register(id, entry_point=HubEnv, kwargs={"name": name}, disable_env_checker=True)
+
+
+register()

@@ -1,0 +1,1 @@
+"""Guess a number over OpenEnv."""
