@@ -9,7 +9,6 @@ import importlib
 from importlib import metadata
 from typing import Any
 
-from miles.config import build
 from miles.errors import ConfigError
 
 __all__ = ["KINDS", "import_target", "known", "make_plugin", "resolve"]
@@ -97,6 +96,8 @@ def _load(kind: str, name: str, target: str) -> Any:
 
 def make_plugin(kind: str, name: str, settings: dict[str, Any]) -> Any:
     """Build a plug-in class with its own checked config; functions and instances are passed through."""
+    from miles.config import build  # pydantic: the command line starts without it
+
     plugin = resolve(kind, name)
     if not isinstance(plugin, type):
         return plugin
@@ -123,7 +124,9 @@ def import_target(what: str, target: str) -> Any:
             "file, run miles in the folder that holds it; else pip install the package that has it."
         ) from error
     except Exception as error:
-        raise ConfigError(f"{what}: module {module_name!r} cannot be imported: {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"{what}: module {module_name!r} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
     try:
         return getattr(module, attr)
     except AttributeError as error:

@@ -44,7 +44,7 @@ def test_functions_fit_on_a_screen():
 
 @pytest.mark.parametrize("name", [m.name for m in pkgutil.walk_packages(miles.__path__, "miles.")])
 def test_every_module_imports_and_exports_what_it_says(name):
-    if name == "miles.__main__":
+    if name.endswith("__main__") or ".workers.guest." in name:  # those run on other Pythons, with other packages
         return
     module = importlib.import_module(name)
     for public in getattr(module, "__all__", ()):

@@ -15,7 +15,7 @@ from miles.types import Env, Observation, Score, Step, Task, Transcript
 __all__ = ["SelectedTaskset", "SelectionConfig", "selected"]
 
 ALIASES = {
-    "train": ("train", "training", "tasks"),
+    "train": ("train", "training"),
     "test": ("test", "eval", "evaluation", "validation", "val", "valid", "dev"),
 }
 
@@ -78,20 +78,25 @@ class SelectedTaskset(Taskset):
 
     def _raw(self, split: str) -> Sequence[Task]:
         """The inner tasks of a split by our names, or a part of the only split there is."""
-        own = {"train": self.selection.train, "test": self.selection.test}.get(split, "")
-        there = list(self.inner.splits())
-        if own and own not in there:
-            raise ConfigError(f"env {self.name!r} has no split {own!r}; it has {', '.join(there)}")
-        for name in (own,) if own else (split, *ALIASES.get(split, ())):
-            if name in there and (found := self.inner.tasks(name)):
-                return found
-        filled = [name for name in there if self.inner.tasks(name)]
-        if len(filled) != 1 or split not in ("train", "test"):
-            raise ConfigError(
-                f"env {self.name!r} has no split {split!r}; it has {', '.join(filled) or 'no tasks at all'}: choose "
-                "with env.tasks.train and env.tasks.test"
-            )
-        return self._part(self.inner.tasks(filled[0]), split)
+        filled = [name for name in self.inner.splits() if self.inner.tasks(name)]
+        found = {ours: self._named(ours, filled) for ours in ALIASES}
+        if split in found and all(found.values()):
+            return self.inner.tasks(found[split])
+        if split in found and len(filled) == 1:
+            return self._part(self.inner.tasks(filled[0]), split)
+        if split in filled:
+            return self.inner.tasks(split)
+        raise ConfigError(
+            f"env {self.name!r} has no split {split!r}; it has {', '.join(filled) or 'no tasks at all'}: choose "
+            "with env.tasks.train and env.tasks.test"
+        )
+
+    def _named(self, ours: str, filled: Sequence[str]) -> str:
+        """The inner split that stands for one of ours; empty when none does."""
+        wish = self.selection.train if ours == "train" else self.selection.test
+        if wish and wish not in filled:
+            raise ConfigError(f"env {self.name!r} has no split {wish!r}; it has {', '.join(filled)}")
+        return wish or next((name for name in ALIASES[ours] if name in filled), "")
 
     def _part(self, tasks: Sequence[Task], split: str) -> Sequence[Task]:
         if len(tasks) == 1:

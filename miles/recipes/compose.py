@@ -19,6 +19,7 @@ from miles.recipes.gguf import convert, find
 from miles.recipes.placement import place, what_is_missing
 from miles.recipes.plots import plot_rewards
 from miles.recipes.running import Running, begun, ctrl_c, raise_file_limit, rescue, resumed
+from miles.recipes.teaching import taught
 from miles.recipes.tiny_model import describe, make_tiny_model
 from miles.registry import make_plugin, resolve
 from miles.rollout.engines.base import Engine
@@ -123,6 +124,8 @@ async def _go(
     config: RunConfig, taskset: Taskset, folder: RunFolder, reporter: Reporter, *, checkpoint: Path | None
 ) -> None:
     state = read_state(checkpoint) if checkpoint else None
+    if config.model.tiny is not None or config.train.warm_start.steps:
+        taskset = await taught(taskset, config.run.seed)
     began, running = time.monotonic(), Running()
     raise_file_limit()
     with ctrl_c(running, reporter):

@@ -27,6 +27,8 @@ def test_the_commands_are_these(capsys):
         "runs",
         "session",
         "engine",
+        "env",
+        "eval",
         "sandbox",
         "doctor",
     ]

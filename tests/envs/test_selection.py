@@ -62,8 +62,9 @@ def test_skip_take_and_shuffle_by_seed():
     assert chosen(taskset, exclude=["train/0"], take=1) == ["train/1"]
 
 
-def test_of_one_split_a_part_is_held_out_and_no_task_is_in_both():
-    taskset = Tasks(example=20)
+@pytest.mark.parametrize("name", ["example", "train", "test"])
+def test_of_one_split_a_part_is_held_out_and_no_task_is_in_both(name):
+    taskset = Tasks(**{name: 20})
     train, test = chosen(taskset), chosen(taskset, "test")
     assert (len(train), len(test)) == (18, 2)
     assert not set(train) & set(test)

@@ -67,6 +67,7 @@ class WorkerProcess:
         self._calls: dict[int, concurrent.futures.Future[Any]] = {}
         self._handlers: dict[str, tuple[asyncio.AbstractEventLoop, Handler]] = {}
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._sending, self._waiting = threading.Lock(), 0
         self._ended = threading.Event()
         self.tired = False
         """Whether something in it hangs: it gets no new episodes, and goes with its last one."""
@@ -162,12 +163,22 @@ class WorkerProcess:
             raise
 
     def _send(self, message: dict[str, Any]) -> None:
-        self._outbox.put(json.dumps({"jsonrpc": "2.0", **message}).encode() + b"\n")
+        """Never blocks: what the socket does not take at once is left to a thread, and what follows goes behind it."""
+        data = json.dumps({"jsonrpc": "2.0", **message}).encode() + b"\n"
+        with self._sending:
+            if not self._waiting:
+                with contextlib.suppress(OSError):  # full, or closed: the thread finds out which
+                    data = data[self._link.send(data, socket.MSG_DONTWAIT) :]
+            if data:
+                self._waiting += 1
+                self._outbox.put(data)
 
     def _write(self) -> None:
         with contextlib.suppress(OSError):
             while (data := self._outbox.get()) is not None:
                 self._link.sendall(data)
+                with self._sending:
+                    self._waiting -= 1
 
     def _read(self) -> None:
         try:

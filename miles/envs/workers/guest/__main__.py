@@ -4,4 +4,5 @@ import sys
 
 from miles_worker.protocol import run
 
-run(sys.argv[1], sys.argv[2])
+if __name__ == "__main__":
+    run(sys.argv[1], sys.argv[2])
