@@ -45,9 +45,21 @@ def checks() -> Iterator[Check]:
     yield _cuda()
     yield _docker()
     yield _sglang()
+    yield _uv()
     for package in ("gymnasium", "aiodocker", "e2b", "modal", "daytona"):
         name, found, detail = _package(package, f"optional: pip install {package}")
         yield f"{name} SDK" if name != "gymnasium" else name, found, detail
+
+
+def _uv() -> Check:
+    from miles.envs.hub.pythons import uv
+
+    tool = uv()
+    return (
+        "uv",
+        tool is not None,
+        tool or "optional: pip install 'miles-hub[hub]' (environments are installed by pip without)",
+    )
 
 
 def _sglang() -> Check:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from miles.cli import evaluate
 from miles.errors import ConfigError
 
 __all__ = ["add", "add_commands", "checked", "info", "init", "listed", "lock", "removed", "search", "sync"]
@@ -48,6 +49,7 @@ def add_commands(commands: Any) -> None:
     made = what.add_parser("init", help="a package with an environment of your own")
     made.add_argument("name")
     made.add_argument("--in", dest="folder", type=Path, default=None, help="folder to make (default: ./NAME)")
+    evaluate.add_commands(what)
     for command, call in (
         (added, "add"),
         (every, "listed"),

@@ -14,10 +14,10 @@ __all__ = ["add_commands", "run"]
 
 
 def add_commands(commands: Any) -> None:
-    """The command `miles eval`."""
+    """The command `miles eval`, also as `miles env eval`."""
     command = commands.add_parser("eval", help="play an environment with a model: reward, pass@k, outcomes, timings")
     command.add_argument("env", nargs="?", default="", help="a declared or built-in environment, or module:attr")
-    command.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings, as env.settings.count=8")
+    command.add_argument("settings", nargs="*", metavar="section.key=value", help="settings, as env.settings.count=8")
     command.add_argument("--harness", default="", help="a harness (default: the environment's)")
     command.add_argument("--sandbox", default="", help="a sandbox backend (default: local)")
     command.add_argument("--model", default="", help="URL of an SGLang server, a model directory, or scripted:FILE")
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
     from miles.runs import RunFolder
 
     kept = options.resume or options.rescore
-    words = list(options.overrides)
+    words = list(options.settings)
     if kept is not None and "=" in options.env:
         words.insert(0, options.env)
         options.env = ""

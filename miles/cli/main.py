@@ -11,7 +11,7 @@ from miles.errors import ConfigError, MilesError
 
 __all__ = ["main", "parser"]
 
-_SETTINGS = {"launch": "overrides", "engine": "settings", "sandbox": "settings", "env": "settings", "eval": "overrides"}
+_SETTINGS = {"launch": "overrides", "engine": "settings", "sandbox": "settings", "env": "settings", "eval": "settings"}
 """Commands that take settings anywhere, and where they go."""
 
 

@@ -24,7 +24,7 @@ from pydantic import Field
 from miles.config import Config, build
 from miles.envs.base import BaseEnv, Taskset
 from miles.envs.rewards import as_float
-from miles.envs.workers.process import end_with_children, quiet_environment
+from miles.envs.workers.process import end_of, end_with_children, quiet_environment
 from miles.envs.workers.taskset import WorkerConfig
 from miles.errors import ConfigError, EnvError
 from miles.processes import owner_mark, scratch_folder
@@ -301,7 +301,7 @@ class _Server:
         while True:
             if self.ended:
                 self.close()
-                raise EnvError(f"the OpenEnv server ended at its start; {self.log} ends with:\n{_tail(self.log)}")
+                raise EnvError(f"the OpenEnv server ended at its start; {self.log} ends with:\n{end_of(self.log)}")
             with contextlib.suppress(EnvError):
                 _get(f"{self.url}/health", limit_s=2.0)
                 return
@@ -358,7 +358,3 @@ def _get(url: str, body: dict[str, Any] | None = None, limit_s: float = _ANSWER_
             return json.load(reply)
     except (OSError, ValueError) as error:
         raise EnvError(f"{url}: {error}") from error
-
-
-def _tail(log: Path) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-12:])

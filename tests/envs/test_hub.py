@@ -50,6 +50,7 @@ def test_references_are_taken_apart(text, kind, target, version, settings, name)
 
 def test_repositories_are_known_by_their_address():
     assert parse_ref("git+https://example.org/envs.git@abc", SAMPLES).git == "https://example.org/envs.git@abc"
+    assert parse_ref("openenv:user/space", SAMPLES).git == "https://huggingface.co/spaces/user/space"
     ref = parse_ref("openenv:git+https://example.org/a/b.git", SAMPLES)
     assert (ref.kind, ref.git, default_name(ref)) == ("openenv", "https://example.org/a/b.git", "b")
 

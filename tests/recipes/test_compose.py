@@ -303,6 +303,7 @@ def run_of(tmp_path):
         run.process.wait()
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_cleanly_and_resume_goes_on_where_it_was(run_of, tmp_path):
     run = run_of("quickstart", *SMALL, "train.steps=200", "train.save_every=0")
     url = run.until("session server").split("http://127.0.0.1:")[1]

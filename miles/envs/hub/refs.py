@@ -29,8 +29,8 @@ PREFIXES = {
     "miles": "miles",
 }
 FORMS = (
-    "gymnasium:Taxi-v4, reasoning-gym:chain_sum?size=500, textarena:TicTacToe-v0, openenv:./folder or a URL, "
-    "verifiers:./folder, verifiers:name@1.2 or verifiers:owner/name, harbor:./tasks, nemo-gym:NAME, hud:env.py, "
+    "gymnasium:Taxi-v4, reasoning-gym:chain_sum?size=500, textarena:TicTacToe-v0, openenv:./folder or user/space, "
+    "a URL, verifiers:./folder, verifiers:name@1.2 or verifiers:owner/name, harbor:./tasks, nemo-gym:NAME, hud:env.py, "
     "inspect:file.py@task, a folder, a git URL (git+https://…@commit), module:attr"
 )
 
@@ -66,6 +66,8 @@ def parse_ref(text: str, root: Path) -> Ref:
         return Ref(kind=kind or "", target="", git=rest.removeprefix("git+"))
     rest, settings = _settings(rest)
     target, version = _version(rest, kind)
+    if kind == "openenv" and re.fullmatch(r"[\w-]+/[\w.-]+", target) and not (root / target).exists():
+        return Ref(kind=kind, target="", git=f"https://huggingface.co/spaces/{target}", settings=settings)
     ref = Ref(kind=kind or "", target=target, version=version, settings=settings)
     if kind is not None:
         return ref

@@ -21,7 +21,7 @@ from miles.errors import EngineError, EnvError, HarnessError, MilesError
 from miles.processes import owner_mark, scratch_folder
 from miles.sandboxes.local.reaper import processes_with
 
-__all__ = ["PROTOCOL", "Handler", "WorkerProcess", "end_with_children", "quiet_environment"]
+__all__ = ["PROTOCOL", "Handler", "WorkerProcess", "end_of", "end_with_children", "quiet_environment"]
 
 PROTOCOL = 1
 GUEST = Path(__file__).parent / "guest"
@@ -120,7 +120,7 @@ class WorkerProcess:
                 code = process.poll()
                 end_with_children(process, folder)
                 how = f"ended with status {code}" if code is not None else f"did not connect within {limit_s:g} s"
-                raise EnvError(f"the worker {how}; {log} ends with:\n{_tail(log)}")
+                raise EnvError(f"the worker {how}; {log} ends with:\n{end_of(log)}")
         link.settimeout(None)
         return cls(process, link, folder, log)
 
@@ -219,7 +219,7 @@ class WorkerProcess:
             with contextlib.suppress(KeyError):
                 _, future = self._calls.popitem()
                 if future.set_running_or_notify_cancel():
-                    future.set_exception(EnvError(f"the worker is gone; {self.log} ends with:\n{_tail(self.log)}"))
+                    future.set_exception(EnvError(f"the worker is gone; {self.log} ends with:\n{end_of(self.log)}"))
 
     def close(self) -> None:
         """End it and all that it started. Safe to call twice."""
@@ -233,6 +233,7 @@ class WorkerProcess:
 
 
 def end_with_children(process: "subprocess.Popen[bytes]", folder: Path) -> None:
+    """Kill a process, its group, and what carries the name of its folder in MILES_WORKER; remove the folder."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -266,7 +267,8 @@ def _failure(error: Mapping[str, Any]) -> MilesError:
     return EnvError(f"{text}\n{trace[-1500:]}".strip())
 
 
-def _tail(log: Path) -> str:
+def end_of(log: Path) -> str:
+    """The last lines of a log."""
     try:
         return "\n".join(log.read_text(errors="replace").splitlines()[-12:]) or "(nothing)"
     except OSError:

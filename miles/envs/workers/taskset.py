@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import Field
 
@@ -224,12 +224,6 @@ def as_task(told: Mapping[str, Any], split: str) -> Task:
     if isinstance(prompt, str):
         prompt = ({"role": "user", "content": prompt},)
     return Task(id=str(told["id"]), prompt=tuple(prompt), data=dict(told.get("data") or {}), split=split)
-
-
-class Runnable(Protocol):
-    """An Env that brings its agent along."""
-
-    async def run(self, endpoint: Mapping[str, str], timeout_s: float, log: Any) -> None: ...
 
 
 class WorkerEnv(BaseEnv):

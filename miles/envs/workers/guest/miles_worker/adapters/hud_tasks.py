@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import json
 import os
+import socket
 from urllib.parse import urlsplit
 
 # Without a key nothing is sent; "false" would write every span to the home folder.
@@ -24,6 +25,7 @@ from hud.eval import LocalRuntime, Runtime, Taskset
 from miles_worker.protocol import Failure
 
 _LIMIT = 16 << 20
+_TASK_FILES = ("tasks.py", "tasks.jsonl", "tasks.json")
 
 
 def make(settings):
@@ -33,31 +35,24 @@ def make(settings):
 class Hud:
     """Rows are tasks; a column `split` tells train from test."""
 
-    def __init__(self, target, layer="env", env="", split_column="split"):
-        self.layer, self.server, self.starting = layer, None, None
-        folder = target if os.path.isdir(target) else os.path.dirname(target)
-        tasks = (
-            target
-            if os.path.isfile(target)
-            else next(
-                (
-                    os.path.join(target, name)
-                    for name in ("tasks.py", "tasks.jsonl", "tasks.json")
-                    if os.path.isfile(os.path.join(target, name))
-                ),
-                target,
-            )
-        )
-        self.env_file = env or os.path.join(folder, "env.py")
-        rows = list(Taskset.from_file(tasks).tasks.values())
+    def __init__(self, target, layer="env", env="", url="", split_column="split"):
+        self.layer, self.server, self.starting, self.url = layer, None, None, url
         self.rows = {}
-        for row in rows:
+        if target.startswith("tcp://"):
+            self.url, self.env_file = target, ""
+            self.rows["train"] = _templates(target)
+            return
+        folder = target if os.path.isdir(target) else os.path.dirname(target)
+        places = [target] if os.path.isfile(target) else [os.path.join(target, name) for name in _TASK_FILES]
+        tasks = next((place for place in places if os.path.isfile(place)), target)
+        self.env_file = env or os.path.join(folder, "env.py")
+        for row in Taskset.from_file(tasks).tasks.values():
             split = (getattr(row, "columns", None) or {}).get(split_column, "train")
             self.rows.setdefault(split, []).append(row)
 
     def about(self):
         return {
-            "name": os.path.basename(os.path.dirname(self.env_file)),
+            "name": os.path.basename(os.path.dirname(self.env_file)) or self.url,
             "layer": self.layer,
             "splits": {split: len(rows) for split, rows in self.rows.items()},
         }
@@ -80,10 +75,32 @@ class Hud:
         return OwnAgent(self.url, row) if self.layer == "agent" else Wire(self.url, row)
 
     async def _start(self):
-        """One server for all; it ends with the worker."""
+        """One server for all; it ends with the worker. One that runs already is used as it is."""
+        if self.url:
+            return
         first = next(iter(self.rows.values()))[0]
         self.server = LocalRuntime(self.env_file)(first)
         self.url = (await self.server.__aenter__()).url
+
+
+class Template:
+    """A template without arguments, as a row."""
+
+    def __init__(self, name):
+        self.id, self.args, self.slug = name, {}, name
+
+
+def _templates(url):
+    """What a server offers that needs no arguments; rows with arguments come from a tasks file, with url=tcp://…"""
+    where = urlsplit(url)
+    with socket.create_connection((where.hostname, where.port), timeout=30) as link, link.makefile("rw") as lines:
+        for number, method in enumerate(("hello", "tasks.list", "bye")):
+            lines.write(json.dumps({"jsonrpc": "2.0", "id": number, "method": method, "params": {}}) + "\n")
+            lines.flush()
+            told = json.loads(lines.readline())
+            if method == "tasks.list":
+                listed = told["result"]["tasks"]
+    return [Template(task["id"]) for task in listed if not (task.get("args") or {}).get("required")]
 
 
 class Wire:
