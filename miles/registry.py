@@ -82,9 +82,9 @@ def resolve(kind: str, name: str) -> Any:
     names = known(kind)
     if name not in names:
         near = difflib.get_close_matches(name, names, n=3)
-        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        hint = f"; did you mean {' or '.join(near)}" if near else ""
         raise ConfigError(
-            f"unknown {_ONE.get(kind, kind.removesuffix('s'))} {name!r}{hint} Known: {', '.join(sorted(names))}. "
+            f"unknown {_ONE.get(kind, kind.removesuffix('s'))} {name!r}{hint}. Known: {', '.join(sorted(names))}. "
             f"Use module:attr for your own, or install a package with an entry point in group 'miles.{kind}'."
         )
     return _load(kind, name, names[name])

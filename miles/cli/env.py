@@ -5,10 +5,13 @@ import asyncio
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from miles.cli import evaluate
 from miles.errors import ConfigError
+
+if TYPE_CHECKING:
+    from miles.envs.hub.project import Project
 
 __all__ = ["add", "add_commands", "checked", "info", "init", "listed", "lock", "removed", "search", "sync"]
 
@@ -67,6 +70,16 @@ def add_commands(commands: Any) -> None:
 
 def _tell(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+def _project() -> "Project":
+    """The project that is here, which must have a miles.toml."""
+    from miles.envs.hub.project import Project
+
+    project = Project.find()
+    if not project.file.is_file():
+        raise ConfigError("no miles.toml here or above: go to your project, or begin one with miles env add REF")
+    return project
 
 
 def add(options: argparse.Namespace) -> int:
@@ -207,9 +220,8 @@ def search(options: argparse.Namespace) -> int:
 def sync(options: argparse.Namespace) -> int:
     """How many were built."""
     from miles.envs.hub.manage import sync as sync_envs
-    from miles.envs.hub.project import Project
 
-    project = Project.find()
+    project = _project()
     built = sync_envs(project, _tell)
     print(
         json.dumps({"built": built})
@@ -223,9 +235,8 @@ def lock(options: argparse.Namespace) -> int:
     """Write the lock, or say what differs."""
     from miles.envs.hub.manage import check_lock
     from miles.envs.hub.manage import lock as lock_envs
-    from miles.envs.hub.project import Project
 
-    project = Project.find()
+    project = _project()
     if options.name and options.name not in project.entries():
         project.entry(options.name)
     if not options.check:

@@ -54,7 +54,11 @@ def run(options: argparse.Namespace) -> int:
         assert folder is not None
         summary = asyncio.run(rescore(folder, config))
     else:
-        folder, summary = asyncio.run(evaluate(config, _teller(options.json), folder))
+        try:
+            folder, summary = asyncio.run(evaluate(config, _teller(options.json), folder))
+        except KeyboardInterrupt:
+            print("stopped; what was done is kept: miles eval --resume FOLDER goes on", file=sys.stderr)
+            raise
     if options.json:
         print(json.dumps({"folder": str(folder.path), **summary}))
     else:

@@ -68,6 +68,10 @@ class Taskset:
         """The machine that an episode of `task` needs; None for none."""
         return None
 
+    def seconds(self, task: Task) -> Mapping[str, float]:
+        """A task's own deadlines for the phases "agent" and "score"; the recipe's for those that are not there."""
+        return {}
+
     def vocabulary(self) -> Sequence[str]:
         """Words that a tokenizer made for this taskset should know whole."""
         return ()

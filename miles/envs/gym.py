@@ -57,6 +57,8 @@ class HubEnv(gymnasium.Env[str, str]):  # type: ignore[misc]  # Any without its 
         self._loop = asyncio.new_event_loop()
         self._owned = taskset is None
         self._taskset = taskset if taskset is not None else open_env(name, settings or {})
+        if self._taskset.harness == "own" or self._taskset.generation:
+            raise EnvError(f"{self._taskset.name} brings its own loop: it cannot be stepped from outside")
         self._tasks = self._taskset.tasks(split)
         self._backend = sandbox
         self._stack = contextlib.AsyncExitStack()
@@ -92,6 +94,8 @@ class HubEnv(gymnasium.Env[str, str]):  # type: ignore[misc]  # Any without its 
                 await self._pool.start()
             self._sandbox = await self._stack.enter_async_context(self._pool.sandbox(spec))
         self._env = self._taskset.env(task, self._sandbox)
+        if self._pool is not None and hasattr(self._env, "more_sandboxes"):
+            self._env.more_sandboxes = self._pool.sandbox
         self._observation = await self._env.reset()
         self._messages = list(self._observation.messages)
         self._told, self._over = 0.0, False

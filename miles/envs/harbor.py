@@ -9,9 +9,11 @@ import json
 import math
 import os
 import re
+import tarfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +166,10 @@ class HarborTaskset(Taskset):
                 raise ConfigError(
                     f"{task.name} has several steps: add it with --layer agent, which runs Harbor's trials"
                 )
+            if task.verifier_user not in ("", "root", task.agent_user):
+                raise ConfigError(
+                    f"{task.name} is verified as the user {task.verifier_user}: add it with --layer agent"
+                )
 
     def splits(self) -> Sequence[str]:
         return ("train",)
@@ -180,6 +186,9 @@ class HarborTaskset(Taskset):
             )
             for key, task in self.harbor.items()
         ]
+
+    def seconds(self, task: Task) -> Mapping[str, float]:
+        return seconds_of(self.of(task))
 
     def of(self, task: Task) -> HarborTask:
         """What the folder of a task says."""
@@ -198,6 +207,12 @@ class HarborTaskset(Taskset):
         if not (folder / "solve.sh").is_file():
             return None
         return Solution(files=_files(folder, "/solution"), commands=("bash /solution/solve.sh",))
+
+
+def seconds_of(task: HarborTask) -> dict[str, float]:
+    """A task's deadlines; what goes around its tests gets a minute more."""
+    agent = {} if task.agent_s is None else {"agent": task.agent_s}
+    return {**agent, "score": task.verifier_s + 60.0}
 
 
 def sandbox_for(task: HarborTask, config: HarborConfig) -> SandboxSpec:
@@ -271,7 +286,7 @@ class _HarborEnv(BaseEnv):
             raise EnvError(
                 f"the artifacts cannot be taken out of the sandbox: {done.stderr.decode(errors='replace')[-500:]}"
             )
-        return done.stdout
+        return _only(done.stdout, inside)
 
     async def _verified(self, sandbox: Sandbox, *, upload: bool) -> Score:
         """Run tests/test.sh and read what it wrote. Its exit code says nothing."""
@@ -315,6 +330,22 @@ class _HarborEnv(BaseEnv):
             raise EnvError(f"{self._harbor.name}: {command!r} failed: {done.text[-500:]}")
 
 
+def _only(packed: bytes, inside: Sequence[str]) -> bytes:
+    """Plain files and folders of a tarball that lie where they may: the agent made it, with its own tar."""
+    kept = BytesIO()
+    try:
+        with tarfile.open(fileobj=BytesIO(packed)) as source, tarfile.open(fileobj=kept, mode="w") as target:
+            for member in source:
+                name = os.path.normpath(member.name)
+                allowed = any(name == path or name.startswith(f"{path}/") for path in inside)
+                if allowed and (member.isreg() or member.isdir()):
+                    member.name = name
+                    target.addfile(member, source.extractfile(member) if member.isreg() else None)
+    except tarfile.TarError as error:
+        raise EnvError(f"the artifacts came as no tarball: {error}") from error
+    return kept.getvalue()
+
+
 def _files(folder: Path, target: str) -> dict[str, bytes]:
     return {
         f"{target}/{path.relative_to(folder)}": path.read_bytes()
@@ -334,6 +365,11 @@ class HarborTrialTaskset(WorkerTaskset):
     def __init__(self, config: WorkerConfig) -> None:
         super().__init__(config)
         self._settings = build(HarborConfig, config.settings)
+
+    def seconds(self, task: Task) -> Mapping[str, float]:
+        """A trial is its agent and its tests."""
+        told = seconds_of(read_task(Path(task.data["folder"])))
+        return {"agent": told.get("agent", 600.0) + told["score"]}
 
     def sandbox(self, task: Task) -> SandboxSpec:
         spec = sandbox_for(read_task(Path(task.data["folder"])), self._settings)

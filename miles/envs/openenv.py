@@ -7,10 +7,12 @@ episode and takes one of the server's slots; connections beyond them are turned 
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import signal
 import socket
 import subprocess
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -33,6 +35,7 @@ from miles.types import Env, Observation, Score, Step, Task, ToolSpec, Transcrip
 
 __all__ = ["OpenEnvConfig", "OpenEnvTaskset"]
 
+log = logging.getLogger(__name__)
 _PAUSES_S = (0.05, 0.1, 0.2, 0.5, 1.0)  # before a slot is asked for again; the last one repeats
 _ANSWER_S = 30.0
 
@@ -62,6 +65,7 @@ class OpenEnvTaskset(Taskset):
         self.config = build(OpenEnvConfig, worker.settings)
         self.concurrency = worker.concurrency
         self._server: _Server | None = None
+        self._starting = threading.Lock()
         if not self.config.url and self.config.folder is None:
             raise ConfigError(f"environment {worker.name!r} needs settings.url or settings.folder")
         self._tasks: dict[str, list[Task]] | None = None
@@ -76,11 +80,12 @@ class OpenEnvTaskset(Taskset):
                 .rstrip("/")
                 .removesuffix("/ws")
             )
-        if self._server is None or self._server.ended:
-            if self._server is not None:
-                self._server.close()
-            self._server = _Server(self._worker, self.config)
-        return self._server.url
+        with self._starting:
+            if self._server is None or self._server.ended:
+                if self._server is not None:
+                    self._server.close()
+                self._server = _Server(self._worker, self.config)
+            return self._server.url
 
     def splits(self) -> Sequence[str]:
         return tuple(self._listed())
@@ -158,7 +163,7 @@ class _OpenEnv(BaseEnv):
         while (told := await self._connected(url)) is None:  # until the phase's deadline
             await asyncio.sleep(_PAUSES_S[min(attempt, len(_PAUSES_S) - 1)])
             attempt += 1
-        self._total = as_float(told.get("reward") or 0.0)
+        self._total = as_float(0.0 if told.get("reward") is None else told["reward"])
         tools: list[ToolSpec] = [self._taskset.step_tool()]
         if self._taskset.calls_tools:
             listed = await self._ask("step", {"type": "list_tools"})
@@ -185,10 +190,14 @@ class _OpenEnv(BaseEnv):
             return None
 
     async def _read(self, link: aiohttp.ClientWebSocketResponse, inbox: "asyncio.Queue[dict[str, Any] | None]") -> None:
-        async for message in link:
-            if message.type is aiohttp.WSMsgType.TEXT:
-                inbox.put_nowait(json.loads(message.data))
-        inbox.put_nowait(None)
+        try:
+            async for message in link:
+                if message.type is aiohttp.WSMsgType.TEXT:
+                    inbox.put_nowait(json.loads(message.data))
+        except ValueError:
+            log.warning("%s sent what is no JSON", self._taskset.name)
+        finally:
+            inbox.put_nowait(None)
 
     async def _ask(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
         if self._link is None:
@@ -223,7 +232,7 @@ class _OpenEnv(BaseEnv):
             told = await self._ask("step", data)
         except _Refused as error:
             return Step(observation=f"invalid action: {error}")
-        reward = as_float(told.get("reward") or 0.0)
+        reward = as_float(0.0 if told.get("reward") is None else told["reward"])
         self._total, self._steps, self._over = self._total + reward, self._steps + 1, bool(told.get("done"))
         return Step(observation=self._shown(told["observation"]), reward=reward, terminated=self._over)
 
@@ -325,7 +334,8 @@ class _Server:
 
 def _app(folder: Path) -> str:
     """`app` of openenv.yaml: one line, so that no YAML library is needed."""
-    for line in (folder / "openenv.yaml").read_text().splitlines():
+    described = folder / "openenv.yaml"
+    for line in described.read_text().splitlines() if described.is_file() else ():
         key, _, value = line.partition(":")
         if key.strip() == "app":
             return value.strip().strip("\"'")

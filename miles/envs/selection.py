@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from pydantic import Field
 
@@ -80,6 +81,10 @@ class SelectedTaskset(Taskset):
         """The inner tasks of a split by our names, or a part of the only split there is."""
         filled = [name for name in self.inner.splits() if self.inner.tasks(name)]
         found = {ours: self._named(ours, filled) for ours in ALIASES}
+        if found["train"] and found["train"] == found["test"]:
+            raise ConfigError(
+                f"env {self.name!r}: env.tasks names {found['train']!r} both to train on and to test with"
+            )
         if split in found and all(found.values()):
             return self.inner.tasks(found[split])
         if split in found and len(filled) == 1:
@@ -114,6 +119,9 @@ class SelectedTaskset(Taskset):
     def sandbox(self, task: Task) -> SandboxSpec | None:
         return self.inner.sandbox(task)
 
+    def seconds(self, task: Task) -> Mapping[str, float]:
+        return self.inner.seconds(task)
+
     def vocabulary(self) -> Sequence[str]:
         return self.inner.vocabulary()
 
@@ -135,6 +143,12 @@ class _JudgedEnv:
 
     def __init__(self, env: Env, task: Task, judges: Judges) -> None:
         self._env, self._task, self._judges = env, task, judges
+        if hasattr(env, "more_sandboxes"):
+            self.more_sandboxes: Any = None
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """The episode hands its means to whoever needs them."""
+        object.__setattr__(self._env if name == "more_sandboxes" else self, name, value)
 
     async def reset(self) -> Observation:
         return await self._env.reset()
@@ -154,7 +168,9 @@ class _JudgedEnv:
 
 def selected(taskset: Taskset, selection: SelectionConfig, parts: Mapping[str, JudgeConfig]) -> Taskset:
     """The taskset itself where nothing is chosen and its splits have our names."""
+    if parts and taskset.generation:
+        raise ConfigError(f"env {taskset.name!r}: every player has a reward of its own; env.rewards cannot change them")
     plain = selection == SelectionConfig() and not parts
-    if plain and {"train", "test"} <= set(taskset.splits()):
+    if plain and {"train", "test"} <= set(taskset.splits()) and taskset.tasks("train") and taskset.tasks("test"):
         return taskset
     return SelectedTaskset(taskset, selection, Judges(parts) if parts else None)

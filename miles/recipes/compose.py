@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from miles.envs.base import Taskset
-from miles.envs.hub.manage import open_env
+from miles.envs.hub.manage import open_env, tasks_of
 from miles.errors import ConfigError, MilesError, SandboxError
 from miles.harnesses.base import as_harness
 from miles.recipes.config import RunConfig
@@ -95,9 +95,9 @@ def check_plugins(config: RunConfig) -> Taskset:
             raise ConfigError(f"generation={config.generation} must name an `async def generate(context)`")
     elif config.harness.name:
         as_harness(make_plugin("harnesses", config.harness.name, config.harness.settings))
-    taskset = open_env(config.env.name, config.env.settings, config.env.tasks, config.env.rewards)
+    taskset = open_env(config.env.name, config.env.settings, config.env.tasks, config.env.rewards or None)
     for split in ("train", config.eval.split):
-        if not taskset.tasks(split):
+        if not tasks_of(taskset, split):
             raise ConfigError(f"env {config.env.name!r} has no tasks in split {split!r}")
     return taskset
 

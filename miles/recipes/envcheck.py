@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import tempfile
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -101,13 +102,16 @@ class _Checked:
 
 
 async def _tasks(checked: _Checked) -> str:
-    counts = {}
+    counts, seen = {}, []
     for split in ("train", "test"):
         tasks = checked.taskset.tasks(split)
         _must(len(tasks) > 0, f"split {split} is empty")
         ids = [task.id for task in tasks]
         _must(len(set(ids)) == len(ids), f"split {split} has tasks with the same id")
         counts[split] = len(tasks)
+        seen.append(set(ids))
+    both = seen[0] & seen[1]
+    _must(not both or len(seen[0]) == 1, f"{len(both)} tasks are in both splits, as {sorted(both)[:1]}")
     return ", ".join(f"{count} {split}" for split, count in counts.items())
 
 
@@ -294,4 +298,6 @@ async def _tried(check: Callable[[_Checked], Awaitable[str]], checked: _Checked)
     except AssertionError as wrong:
         return "FAILED", str(wrong)
     except Exception as error:  # noqa: BLE001  the boundary to an environment's code
-        return "FAILED", f"{type(error).__name__}: {str(error)[-800:]}"
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        where = f" ({at.filename}:{at.lineno})" if not isinstance(error, MilesError) else ""
+        return "FAILED", f"{type(error).__name__}: {str(error)[-800:]}{where}"

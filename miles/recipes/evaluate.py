@@ -7,16 +7,18 @@ import math
 import random
 import statistics
 import time
+import traceback
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
-from miles.config import Config, dump_toml
+from miles.config import Config, build, dump_toml, read_toml
 from miles.envs.base import Taskset
-from miles.envs.hub.manage import open_env
+from miles.envs.hub.manage import declared_rewards, open_env, tasks_of
 from miles.envs.rewards import Judges
 from miles.errors import ConfigError, EngineError
 from miles.harnesses.base import as_harness
@@ -80,33 +82,49 @@ class EvaluateConfig(Config):
 
 
 Summary = dict[str, Any]
+_ANSWER_S = 15.0  # a server that is named is up
 Tell = Callable[[int, int, Episode], None]
 
 
 async def evaluate(config: EvaluateConfig, tell: Tell, folder: RunFolder | None = None) -> tuple[RunFolder, Summary]:
     """Play what is not yet in `folder` (None: a new one), and summarise. Episodes are kept as they end."""
-    taskset = open_env(config.env.name, config.env.settings, config.env.tasks, config.env.rewards)
+    taskset = open_env(config.env.name, config.env.settings, config.env.tasks, config.env.rewards or None)
     try:
-        tasks = taskset.tasks(config.split)[: config.tasks]
+        if config.split not in (*taskset.splits(), "train", "test"):
+            raise ConfigError(
+                f"env {config.env.name!r} has no split {config.split!r}; it has {', '.join(taskset.splits())}"
+            )
+        tasks = tasks_of(taskset, config.split)[: config.tasks]
         if not tasks:
             raise ConfigError(f"env {config.env.name!r} has no tasks in split {config.split!r}")
         if folder is None:
             folder = RunFolder.create(config.root, config.env.name.replace(":", "-").replace("/", "-"))
-            folder.write_config(dump_toml(config))
+        else:
+            _same(folder, config)
+        folder.write_config(dump_toml(config))
         done = {(e.task_id, e.index): e for e in folder.episodes("episodes") if not isinstance(e.outcome, Discarded)}
         wanted = [(task, n) for task in tasks for n in range(config.attempts)]
         missing = [(task, n) for task, n in wanted if (task.id, n) not in done]
         kept = [done[task.id, n] for task, n in wanted if (task.id, n) in done]
         began = time.monotonic()
         if missing:
-            async with playing(config, taskset, folder.logs) as runner:
-                kept += await _play(config, runner, missing, len(wanted), len(kept), folder, tell)
+            with folder.locked():
+                async with playing(config, taskset, folder.logs) as runner:
+                    kept += await _play(config, runner, missing, len(wanted), len(kept), folder, tell)
     finally:
         await taskset.close()
     summary = summarise(kept, config.attempts, config.solved_at)
     summary["seconds"] = round(time.monotonic() - began, 3)
     (folder.path / "summary.json").write_text(json.dumps(summary, indent=1))
     return folder, summary
+
+
+def _same(folder: RunFolder, config: EvaluateConfig) -> None:
+    """Episodes of different kinds do not go into one mean."""
+    before = build(EvaluateConfig, read_toml(folder.config))
+    for key in ("env", "harness", "generation", "model", "sampling", "split", "episode"):
+        if getattr(before, key) != getattr(config, key):
+            raise ConfigError(f"{folder.path} was begun with another {key}: begin a new evaluation for this one")
 
 
 async def _play(
@@ -185,7 +203,7 @@ async def _model(config: EvaluateConfig, logs: Path) -> tuple[Engine, Rendering]
 
 
 async def _served(config: EvaluateConfig) -> tuple[Engine, Rendering]:
-    client = SGLangClient(config.model, temperature=config.sampling.temperature, follow=True)
+    client = SGLangClient(config.model, temperature=config.sampling.temperature, follow=True, start_s=_ANSWER_S)
     directory = config.tokenizer
     if directory is None:
         try:
@@ -259,8 +277,9 @@ def _interval(means: Sequence[float]) -> tuple[float | None, float | None]:
 async def rescore(folder: RunFolder, config: EvaluateConfig) -> Summary:
     """Score kept episodes again: with the judges as they are now, over the parts that were kept, and where no sandbox
     is needed with the environment's own scoring after its recorded actions. Nothing is sampled."""
-    taskset = open_env(config.env.name, config.env.settings, config.env.tasks)
-    judges = Judges(config.env.rewards) if config.env.rewards else None
+    taskset = open_env(config.env.name, config.env.settings, config.env.tasks, {})
+    rewards = config.env.rewards or declared_rewards(config.env.name)
+    judges = Judges(rewards) if rewards else None
     known = {task.id: task for task in taskset.tasks(config.split)}
     again, seen = [], set()
     try:
@@ -273,17 +292,31 @@ async def rescore(folder: RunFolder, config: EvaluateConfig) -> Summary:
             again.append(await _rescored(episode, known[episode.task_id], taskset, judges))
     finally:
         await taskset.close()
-    return summarise(again, config.attempts, config.solved_at)
+    summary = summarise(again, max(config.attempts, 1 + max((e.index for e in again), default=0)), config.solved_at)
+    name = time.strftime("rescore-%Y%m%d-%H%M%S.json")
+    told = {"rewards": {key: part.model_dump() for key, part in rewards.items()}, **summary}
+    (folder.path / name).write_text(json.dumps(told, indent=1))
+    return summary
 
 
 async def _rescored(episode: Episode, task: Task, taskset: Taskset, judges: Judges | None) -> Episode:
-    from dataclasses import replace
-
     if not isinstance(episode.outcome, Scored):
         return episode
+    try:
+        return await _scored_again(episode, episode.outcome, task, taskset, judges)
+    except ConfigError:
+        raise
+    except Exception:  # noqa: BLE001  the boundary to an environment's and a judge's code
+        return replace(episode, outcome=Discarded(reason="score_failed", detail=traceback.format_exc()[-2000:]))
+
+
+async def _scored_again(
+    episode: Episode, outcome: Scored, task: Task, taskset: Taskset, judges: Judges | None
+) -> Episode:
     transcript = transcript_of(episode.tree)
-    score = Score(reward=episode.outcome.reward, parts=episode.outcome.parts)
-    if taskset.sandbox(task) is None and taskset.harness != "own":
+    kept = dict(outcome.parts)  # where rewards were judged, "score" is what the environment said
+    score = Score(reward=kept.pop("score", outcome.reward), parts=kept)
+    if taskset.sandbox(task) is None and taskset.harness != "own" and not taskset.generation:
         env = taskset.env(task, None)
         try:
             observation = await env.reset()
@@ -297,7 +330,7 @@ async def _rescored(episode: Episode, task: Task, taskset: Taskset, judges: Judg
         finally:
             await env.close()
     elif judges is None:
-        raise ConfigError("scoring again needs the sandbox as the agent left it: give env.rewards of the kept parts")
+        raise ConfigError("scoring again needs the episode as the agent left it: give env.rewards of the kept parts")
     if judges is not None:
         score = await judges(task, transcript, score)
     return replace(episode, outcome=Scored(reward=score.reward, parts=score.parts))

@@ -31,6 +31,11 @@ def read_script(path: Path) -> Script:
     script = {"*": told} if isinstance(told, list) else told
     if not isinstance(script, dict) or not all(isinstance(replies, list) for replies in script.values()):
         raise ConfigError(f"{path} must hold a list of replies, or an object of such lists")
+    for reply in (reply for replies in script.values() for reply in replies):
+        if not isinstance(reply, str) and not (isinstance(reply, dict) and isinstance(reply.get("tool"), str)):
+            raise ConfigError(
+                f'{path}: {json.dumps(reply)[:100]} is no reply: write a text, or {{"tool": …, "arguments": …}}'
+            )
     return script
 
 

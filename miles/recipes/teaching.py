@@ -7,13 +7,14 @@ something to reinforcement learning.
 import json
 import random
 import re
+import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import cycle
 
 from miles.envs.base import Demonstration, Solution, Taskset
 from miles.envs.selection import SelectedTaskset, SelectionConfig
-from miles.errors import MilesError
+from miles.errors import EnvError, MilesError
 from miles.types import Env, Message, Task
 
 __all__ = ["TaughtTaskset", "taught"]
@@ -58,7 +59,14 @@ async def taught(taskset: Taskset, seed: int = 0) -> Taskset:
             solution = Solution(actions=tuple(drawn), answer=solution.answer)
         elif number % 2:
             solution = dice.choice(known)[1]
-        shown.append(await _shown(taskset, task, solution))
+        try:
+            shown.append(await _shown(taskset, task, solution))
+        except Exception as error:
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            raise EnvError(
+                f"environment {taskset.name!r}: the solution of task {task.id!r} cannot be shown: "
+                f"{type(error).__name__}: {error} ({at.filename}:{at.lineno}); see miles env test"
+            ) from error
     return TaughtTaskset(taskset, shown) if shown else taskset
 
 

@@ -94,11 +94,17 @@ class _GuardedEnv:
 
     def __init__(self, env: Env) -> None:
         self._env = env
+        self.stepping = False
 
     async def step(self, action: str) -> Step:
+        self.stepping = True
         try:
-            return await self._env.step(action)
-        except SandboxError:
+            step = await self._env.step(action)
+            self.stepping = False  # a cancelled step stays one: whoever holds the deadline asks
+            if not isinstance(step, Step):
+                raise EnvError(f"step({action!r}) returned {type(step).__name__}, and must return a Step")
+            return step
+        except (SandboxError, EnvError):
             raise
         except Exception as error:  # the boundary to an environment's code
             raise EnvError(f"step({action!r}) failed: {traceback.format_exc()[-1500:]}") from error
@@ -164,9 +170,14 @@ class GenerateContext:
     def agent_limit_s(self) -> float:
         """Seconds that the agent may use: what the wall leaves when scoring keeps its share."""
         left = self.deadline - time.monotonic()
-        reserve = min(self.config.score_s, 0.2 * left)
-        own = left if self.task.limits is not None else self.config.agent_s
+        reserve = min(self.score_limit_s(), 0.2 * left)
+        told = self.taskset.seconds(self.task).get("agent", self.config.agent_s)
+        own = left if self.task.limits is not None else told
         return max(0.0, min(own, left - reserve))
+
+    def score_limit_s(self) -> float:
+        """Seconds that scoring may use."""
+        return self.taskset.seconds(self.task).get("score", self.config.score_s)
 
     async def phase(self, name: str, work: Awaitable[T], limit_s: float) -> T:
         """Await with a deadline and a stopwatch; raises TimeoutError, also when the work will not be cancelled."""
@@ -194,6 +205,10 @@ class GenerateContext:
         """Keep a line of the agent's; floods are cut."""
         if len(self.lines) < _LOG_LINES:
             self.lines.append(text[:_LOG_CHARS])
+
+    def discarded(self, reason: str, detail: str) -> Episode:
+        """Infrastructure failed: nothing of this attempt is trained."""
+        return self.episode(Tree(), Discarded(reason=reason, detail=detail))
 
     def episode(self, tree: Tree, outcome: Outcome) -> Episode:
         """The finished value; what is slow afterwards, as a clean-up, does not take it back."""
@@ -242,8 +257,15 @@ class EpisodeRunner:
         async with self._turn:
             return await self._run(job)
 
+    def _wall_s(self, task: Task) -> float:
+        """The recipe's, or what the phases of a task that has its own deadlines may need together."""
+        own, config = self._taskset.seconds(task), self.config
+        if not own:
+            return config.wall_s
+        return max(config.wall_s, config.reset_s + own.get("agent", config.agent_s) + own.get("score", config.score_s))
+
     async def _run(self, job: Job) -> Episode:
-        wall = job.task.limits.wall_s if job.task.limits else self.config.wall_s
+        wall = job.task.limits.wall_s if job.task.limits else self._wall_s(job.task)
         began = time.monotonic()
         context = GenerateContext(
             job=job,
@@ -304,7 +326,10 @@ class AgentGenerate:
 
     async def _reset(self, context: GenerateContext, env: Env) -> Observation:
         try:
-            return await context.phase("reset", env.reset(), context.config.reset_s)
+            observation = await context.phase("reset", env.reset(), context.config.reset_s)
+            if not isinstance(observation, Observation):
+                raise TypeError(f"reset() returned {type(observation).__name__}, and must return an Observation")
+            return observation
         except TimeoutError:
             raise _Discard("reset_timeout", f"{context.config.reset_s:g} s") from None
         except SandboxError:
@@ -322,9 +347,10 @@ class AgentGenerate:
     ) -> Faulted | None:
         """Let the harness run. Returns the policy's fault; raises _Discard or SandboxError for infrastructure's."""
         limit_s = context.agent_limit_s()
+        guarded = _GuardedEnv(env)
         agent = AgentContext(
             task=context.task,
-            env=cast(Env, _GuardedEnv(env)),
+            env=cast(Env, guarded),
             observation=observation,
             sandbox=sandbox,
             endpoint=Endpoint(base_url=context.server.base_url(session), api_key=session.key),
@@ -337,6 +363,8 @@ class AgentGenerate:
         except TimeoutError:
             if session.waiting_for_engine:
                 raise _Discard("engine_slow", "the deadline passed while a model call was being answered") from None
+            if guarded.stepping:
+                raise _Discard("env_step_timeout", "the deadline passed while the environment took a step") from None
             fault = Faulted(reason="agent_timeout", detail=f"{limit_s:g} s")
         except SandboxError:
             raise
@@ -360,9 +388,9 @@ class AgentGenerate:
         if fault is not None and context.taskset.on_agent_failure == "fault":
             return fault
         try:
-            score = await context.phase("score", env.score(transcript), context.config.score_s)
+            score = await context.phase("score", env.score(transcript), context.score_limit_s())
         except TimeoutError:
-            return Discarded(reason="score_timeout", detail=f"{context.config.score_s:g} s")
+            return Discarded(reason="score_timeout", detail=f"{context.score_limit_s():g} s")
         except SandboxError as error:
             return Discarded(reason="sandbox", detail=str(error))
         except Exception:  # noqa: BLE001  the boundary to an environment's code

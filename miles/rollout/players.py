@@ -25,8 +25,13 @@ async def play(context: GenerateContext) -> Episode:
         env = context.taskset.env(context.task, sandbox)
         stack.push_async_callback(env.close)
         sessions = [await stack.enter_async_context(context.session()) for _ in range(players)]
-        faults = await context.phase("agent", _game(context, env, sessions), context.agent_limit_s())
-        score = await context.phase("score", env.score(_NOTHING), context.config.score_s)
+        limit_s = context.agent_limit_s()
+        try:
+            faults = await context.phase("agent", _game(context, env, sessions), limit_s)
+            score = await context.phase("score", env.score(_NOTHING), context.score_limit_s())
+        except TimeoutError:
+            busy = any(session.waiting_for_engine for session in sessions)
+            return context.discarded("engine_slow" if busy else "game_timeout", f"{limit_s:g} s for the game")
         trees = [await session.close() for session in sessions]
     outcomes = [_outcome(player, score, faults) for player in range(players)]
     seats = [context.episode(tree, outcome) for tree, outcome in zip(trees, outcomes, strict=True)]

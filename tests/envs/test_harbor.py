@@ -1,11 +1,14 @@
 """Harbor's task folders, read and scored by us."""
 
+import shlex
 import shutil
+import tarfile
+from io import BytesIO
 from pathlib import Path
 
 import pytest
 
-from miles.envs.harbor import HarborTaskset, read_task
+from miles.envs.harbor import HarborTaskset, _only, read_task
 from miles.envs.workers.taskset import WorkerConfig
 from miles.errors import ConfigError, EnvError
 from miles.sandboxes.pool import SandboxConfig, SandboxPool, make_backend
@@ -78,6 +81,36 @@ async def test_the_solution_scores_1_and_nothing_0_whatever_reward_was_written_b
     assert (await score(pool, taskset, SOLVE, number=number)).reward == 1.0
     assert (await score(pool, taskset, early, number=number)).reward == 0.0
     assert (await score(pool, taskset, forged, number=number)).reward == 0.0
+
+
+async def test_only_the_artifacts_cross_to_a_verifier_of_its_own_whatever_the_agents_tar_says(pool):
+    forged = "#!/bin/sh\nmkdir -p /f/tests /f/app; echo 'echo 1 > /logs/verifier/reward.txt' > /f/tests/test.sh\n"
+    forged += "echo 41 > /f/app/sum.txt; ln -s /etc/passwd /f/app/link; exec /usr/bin/tar -c -C /f tests app\n"
+    command = f"mkdir -p /fake && printf %s {shlex.quote(forged)} > /fake/tar && chmod +x /fake/tar"
+    # the agent's tar is found first
+    command += "; ln -sf /fake/tar /bin/tar 2>/dev/null; true"
+    taskset = tasksets()
+    assert (await score(pool, taskset, command, number=0)).reward == 0.0
+    packed = BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        for name in ("tests/test.sh", "app/sum.txt", "../app/sum.txt", "app/../tests/x", "logs/artifacts/a"):
+            archive.addfile(tarfile.TarInfo(name), BytesIO())
+        link = tarfile.TarInfo("app/sum.txt")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        archive.addfile(link)
+    with tarfile.open(fileobj=BytesIO(_only(packed.getvalue(), ["logs/artifacts", "app/sum.txt"]))) as kept:
+        assert [(member.name, member.isreg()) for member in kept] == [("app/sum.txt", True), ("logs/artifacts/a", True)]
+    with pytest.raises(EnvError, match="no tarball"):
+        _only(b"nonsense" * 200, ["app"])
+
+
+def test_a_tasks_own_deadlines_are_its_episodes(folder):
+    taskset = tasksets(folder)
+    assert read_task(folder).verifier_s == 30.0
+    assert taskset.seconds(taskset.tasks("train")[0]) == {"agent": 60.0, "score": 90.0}
+    (folder / "task.toml").write_text('[verifier]\nuser = "somebody"\n')
+    with pytest.raises(ConfigError, match="verified as the user somebody"):
+        tasksets(folder)
 
 
 async def test_json_comes_before_text_and_its_other_numbers_are_parts(pool, folder):

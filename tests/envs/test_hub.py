@@ -87,6 +87,39 @@ def test_miles_toml_is_edited_with_its_comments_kept(tmp_path):
     assert project.file.read_text().strip() == DECLARED.strip()
 
 
+@pytest.mark.parametrize("name", ["../other", "/abs", "a/b", "", ".hidden", "a\\b"])
+def test_a_name_that_leads_out_of_the_project_is_refused(tmp_path, name):
+    other = tmp_path / "other"
+    other.mkdir()
+    project = Project(tmp_path / "project")
+    project.root.mkdir()
+    with pytest.raises(ConfigError, match="cannot be an environment's name"):
+        project.folder(name)
+    if name:
+        with pytest.raises(ConfigError):
+            add(project, "no_such_module:Tasks", {}, quiet, name=name)
+    project.file.write_text(f"[envs.{name!r}]\nref = 'vault'\n")
+    with pytest.raises(ConfigError, match="cannot be an environment's name"):
+        remove(project, name)
+    assert other.is_dir()
+
+
+def test_a_declaration_that_changed_is_told_by_check_and_refused_by_sync(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    project = Project(tmp_path)
+    add(project, "vault", {"settings": {"train": 3}}, quiet, name="small")
+    assert check_lock(project) == []
+    project.file.write_text(project.file.read_text().replace("train = 3", "train = 9"))
+    assert "declared with other settings" in check_lock(project)[0]
+    with pytest.raises(ConfigError, match="Run `miles env lock`"):
+        sync(project, quiet)
+    lock(project, quiet)
+    assert project.locks()["small"].splits["train"] == 9
+    project.file.write_text('envs = { a = "vault" }\n')
+    with pytest.raises(ConfigError, match="write envs as tables"):
+        add(project, "vault", {}, quiet, name="b")
+
+
 def test_what_is_wrong_in_miles_toml_is_told_by_its_key(tmp_path):
     (tmp_path / "miles.toml").write_text('[envs.a]\nref = "vault"\npyton = "3.12"\n')
     with pytest.raises(ConfigError, match=r"miles\.toml, envs\.a: unknown key 'pyton'; nearest: python"):
@@ -162,6 +195,40 @@ def test_an_environment_of_ones_own_goes_from_nothing_to_a_name(project, monkeyp
     assert (project.entries(), project.locks()) == ({}, {})
 
 
+def test_two_folders_with_a_module_of_the_same_name_are_told_apart(project, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for folder in ("a", "b"):
+        scaffold("same-sums", project.root / folder / "same-sums")
+    add(project, "./a/same-sums", {}, quiet, name="one")
+    with pytest.raises(ConfigError, match="is loaded by that name: rename one"):
+        add(project, "./b/same-sums", {}, quiet, name="two")
+
+
+@pytest.mark.parametrize(
+    "line, error",
+    [
+        ('raise RuntimeError("no luck")', r"raised RuntimeError: no luck \(.*raising_sums\.py:\d+\)"),
+        ('return [{"id": "one"}]', "has a dict, which is no Task"),
+    ],
+)
+def test_tasks_that_raise_or_are_none_are_told_with_their_place(project, monkeypatch, line, error):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "raising_sums", raising=False)
+    scaffold("raising-sums", project.root / "raising-sums")
+    path = project.root / "raising-sums" / "raising_sums.py"
+    text = path.read_text()
+    path.write_text(
+        text.replace("        count = self.config.train if", f"        {line}\n        count = self.config.train if")
+    )
+    with pytest.raises(EnvError, match=error):
+        add(project, "./raising-sums", {}, quiet)
+    monkeypatch.delitem(sys.modules, "raising_sums", raising=False)
+    with pytest.raises(ConfigError, match="in Miles' own process"):
+        add(project, "./raising-sums", {"requires": ["six"]}, quiet)
+    with pytest.raises(ConfigError, match="and no Taskset"):
+        add(project, "json:JSONDecoder", {}, quiet)
+
+
 @pytest.mark.parametrize("name", ["My-Sums", "a b", "-a", "a_b", ""])
 def test_a_name_that_no_package_can_have_is_refused(tmp_path, name):
     with pytest.raises(ConfigError, match="cannot be a package's name"):
@@ -204,6 +271,11 @@ def test_a_repository_is_cloned_at_its_commit(project, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     add(project, f"git+file://{source}@{commit}", {}, quiet, name="far-away")
     assert project.locks()["far-away"].splits == {"train": 2000, "test": 100}
+    assert project.locks()["far-away"].source == commit
+    manage.shutil.rmtree(project.folder("far-away"))
+    assert check_lock(project) == []  # cloned again, at the commit
+    (project.folder("far-away") / "source" / "far_away.py").write_text("# changed")
+    assert "its source has changed" in check_lock(project)[0]
     with pytest.raises(EnvError, match="git clone"):
         add(project, "git+file:///no/such/place.git", {}, quiet, name="gone")
 

@@ -78,6 +78,9 @@ def test_what_is_not_there_is_told():
         chosen(Tasks(train=1, test=1), train="hard")
     with pytest.raises(ConfigError, match=r"no split 'train'; it has one, two: choose with env\.tasks"):
         chosen(Tasks(one=1, two=1))
+    with pytest.raises(ConfigError, match="'test' both to train on and to test with"):
+        chosen(Tasks(train=1, test=1), train="test")
+    assert len(chosen(Tasks(train=3, test=0), "test")) == 1
     with pytest.raises(ConfigError, match="no task 'nine'"):
         chosen(Tasks(train=1, test=1), include=["nine"])
 
@@ -114,6 +117,21 @@ async def test_a_reward_is_the_weighted_sum_of_its_own_parts_and_of_judges():
     )
     assert score.reward == pytest.approx(2.0 * 1.0 + 0.1 * 4)
     assert score.parts == {"right": 1.0, "brief": 0.5, "score": 1.0, "letters": 4.0, "double": 1.0}
+
+
+async def test_what_an_episode_hands_to_its_environment_goes_through_the_judges():
+    class Needy(Env):
+        more_sandboxes = None
+
+    class Needing(Tasks):
+        def env(self, task, sandbox):
+            return Needy(task)
+
+    taskset = selected(Needing(train=1, test=1), SelectionConfig(), {"right": JudgeConfig()})
+    env = taskset.env(taskset.tasks("train")[0], None)
+    assert hasattr(env, "more_sandboxes")
+    env.more_sandboxes = "a way"
+    assert env._env.more_sandboxes == "a way"
 
 
 async def test_a_judge_that_gives_no_number_or_a_part_that_is_missing_is_the_environments_error():

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -221,6 +222,20 @@ async def test_a_worker_that_dies_time_after_time_is_given_up(made, monkeypatch)
         await begun(taskset)
 
 
+async def test_hangs_are_no_deaths(made, monkeypatch):
+    monkeypatch.setattr("miles.envs.workers.taskset._CLOSE_S", 0.1)
+    taskset = made()
+    for _ in range(6):
+        env = await begun(taskset)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await env.step("hang")
+        await env.close()
+    env = await begun(taskset)
+    assert (await env.step("on")).observation == "on"
+    await env.close()
+
+
 async def test_a_step_that_hangs_costs_its_worker_and_no_other_episode(made, monkeypatch):
     monkeypatch.setattr("miles.envs.workers.taskset._CLOSE_S", 0.2)
     taskset = made()
@@ -302,7 +317,62 @@ def test_a_worker_dies_with_its_host(tmp_path):
     assert processes_with(f"MILES_WORKER_PATH={tmp_path}") == []
 
 
-@pytest.mark.parametrize("line", ["no json", '{"jsonrpc": "2.0"}', "[]"])
+def test_a_python_that_is_not_there_is_told_and_leaves_no_folder(made):
+    before = set(Path(tempfile.gettempdir()).glob("miles-worker*"))
+    with pytest.raises(EnvError, match="cannot be started: No such file"):
+        made(python=Path("/nonexistent/python")).tasks("train")
+    assert set(Path(tempfile.gettempdir()).glob("miles-worker*")) <= before
+
+
+async def test_an_error_that_is_none_still_ends_the_call(made, tmp_path):
+    (tmp_path / "odd").write_text(
+        f"#!{sys.executable}\nimport socket, sys, time\ns = socket.socket(socket.AF_UNIX)\ns.connect(sys.argv[2])\n"
+        """s.recv(9999); s.sendall(b'{"id": 1, "error": "oh no"}\\n'); time.sleep(60)\n"""
+    )
+    (tmp_path / "odd").chmod(0o755)
+    with pytest.raises(EnvError, match="an error that is none: 'oh no'"):
+        made(python=tmp_path / "odd").tasks("train")
+
+
+async def test_what_a_cancelled_reset_made_is_closed_all_the_same(tmp_path):
+    (tmp_path / "slow.py").write_text(
+        """
+import pathlib, time
+TRACE = pathlib.Path(__file__).with_name("trace")
+def make(settings):
+    return Slow()
+class Slow:
+    def about(self):
+        return {"name": "slow", "layer": "env", "splits": {"train": 1}}
+    def tasks(self, split, start, stop):
+        return [{"id": "one", "data": {}}]
+    def play(self, task, seed, host):
+        time.sleep(0.5)
+        return Play()
+class Play:
+    def reset(self):
+        return {}
+    def close(self):
+        TRACE.write_text("closed")
+"""
+    )
+    config = {
+        "name": "slow",
+        "python": Path(sys.executable),
+        "kind": str(tmp_path / "slow.py"),
+        "log": tmp_path / "log",
+    }
+    taskset = WorkerTaskset(WorkerConfig(**config))
+    env = taskset.env(taskset.tasks("train")[0], None)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.2):
+            await env.reset()
+    await env.close()
+    assert (tmp_path / "trace").read_text() == "closed"
+    await taskset.close()
+
+
+@pytest.mark.parametrize("line", ["no json", '{"jsonrpc": "2.0"}', "[]", "[" * 200_000])
 async def test_a_worker_that_speaks_nonsense_is_gone(made, tmp_path, line):
     (tmp_path / "odd").write_text(
         f"#!{sys.executable}\nimport socket, sys, time\ns = socket.socket(socket.AF_UNIX)\ns.connect(sys.argv[2])\n"

@@ -59,6 +59,14 @@ async def test_tasks_of_the_same_id_and_empty_splits_are_found():
     assert "same id" in (await failed(Same()))["tasks by split, ids unique"]
 
 
+async def test_tasks_that_are_in_both_splits_are_found():
+    class Both(Tasks):
+        def tasks(self, split):
+            return [Task(id=f"{n}", prompt=({"role": "user", "content": "?"},)) for n in range(3)]
+
+    assert "3 tasks are in both splits" in (await failed(Both()))["tasks by split, ids unique"]
+
+
 async def test_a_reset_that_shows_nothing_is_found():
     class Blank(Env):
         async def reset(self):

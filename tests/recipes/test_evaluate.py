@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import re
 
 import pytest
 
 from miles.cli.main import main
 from miles.config import apply_overrides, build
+from miles.errors import ConfigError
 from miles.recipes.evaluate import EvaluateConfig, evaluate, rescore, summarise
 from miles.runs import RunFolder
 from miles.types import Discarded, Episode, Faulted, Scored, Tree
@@ -74,6 +76,8 @@ async def test_an_evaluation_goes_on_where_it_was_and_is_scored_again(tmp_path, 
     again = await rescore(folder, more)
     assert (again["reward"], again["parts"]) == (summary["reward"], summary["parts"])
     weighted = config(tmp_path, script, "tasks=6", "attempts=2", "env.rewards={guesses={weight=0.5}}")
+    with pytest.raises(ConfigError, match="begun with another env"):
+        await evaluate(weighted, quiet, folder)
     assert (await rescore(folder, weighted))["reward"] == pytest.approx(0.5 * summary["parts"]["guesses"])
 
 
@@ -85,6 +89,17 @@ async def test_kept_parts_are_judged_again_without_a_sandbox(tmp_path):
     assert summary["parts"] == {"right": 0.0, "turns": 1.0}
     again = await rescore(folder, config(tmp_path, script, "env.rewards={turns={weight=2.0}}", "tasks=2", env="vault"))
     assert again["reward"] == 2.0
+
+
+async def test_rewards_are_put_on_once_however_often_they_are_scored(tmp_path):
+    script = tmp_path / "s.json"
+    script.write_text('["answer 1"]')
+    half = config(tmp_path, script, "env.rewards={turns={weight=0.5}}", "tasks=2", env="vault")
+    folder, summary = await evaluate(half, quiet)
+    assert summary["reward"] == 0.5
+    assert (await rescore(folder, half))["reward"] == 0.5
+    own = config(tmp_path, script, "env.rewards={score={weight=3.0}, turns={weight=1.0}}", "tasks=2", env="vault")
+    assert (await rescore(folder, own))["reward"] == 1.0
 
 
 async def test_replies_are_chosen_by_what_the_prompt_says(tmp_path):
@@ -108,11 +123,22 @@ async def test_replies_are_chosen_by_what_the_prompt_says(tmp_path):
         (["eval", "no-such", "--model", "scripted:x"], "unknown env 'no-such'"),
         (["eval", "guess-number", "--model", "scripted:x", "tasks=0"], "tasks: Input should be greater than 0"),
         (["eval", "--resume", "/nowhere"], "not a run folder"),
+        (
+            ["eval", "guess-number", "--model", "scripted:x", "--split", "valid"],
+            "has no split 'valid'; it has train, test",
+        ),
     ],
 )
 def test_what_is_missing_is_told(capsys, words, error):
     assert main(words) == 2
     assert error in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("script", ['[{"x": 1}]', "[1]", '"text"', '{"*": "text"}', "[", "{}x"])
+def test_a_script_that_is_none_is_told(capsys, tmp_path, script):
+    (tmp_path / "s.json").write_text(script)
+    assert main(["eval", "guess-number", "--model", f"scripted:{tmp_path / 's.json'}"]) == 2
+    assert re.search("is no reply|must hold a list|is not valid JSON", capsys.readouterr().err)
 
 
 def test_the_command_prints_a_table_and_json(capsys, tmp_path, script, monkeypatch):

@@ -254,6 +254,30 @@ async def test_a_bug_in_the_environments_step_is_not_the_policys(play):
     assert "KeyError: 'bug'" in episode.outcome.detail
 
 
+async def test_a_step_that_returns_no_step_or_never_returns_is_not_the_policys(play):
+    async def five_values(self, action):
+        return "seen", 0.0, False, False, {}
+
+    async def hangs(self, action):
+        await asyncio.sleep(3600)
+
+    episode = await play(steps, taskset=Tasks(env_with(step=five_values)))
+    assert episode.outcome.reason == "env_step_failed"
+    assert "returned tuple, and must return a Step" in episode.outcome.detail
+    task = Task(id="t", prompt=(USER,), limits=Limits(wall_s=1.0))
+    episode = await play(steps, taskset=Tasks(env_with(step=hangs)), task=task)
+    assert (type(episode.outcome), episode.outcome.reason) == (Discarded, "env_step_timeout")
+
+
+async def test_a_tasks_own_deadlines_go_over_the_recipes(play):
+    class Hurried(Tasks):
+        def seconds(self, task):
+            return {"agent": 0.3}
+
+    episode = await play(never_exits, taskset=Hurried())
+    assert (episode.outcome.reason, episode.outcome.detail) == ("agent_timeout", "0.3 s")
+
+
 async def exits(context):
     await ask_once(context)
     sys.exit(0)

@@ -5,10 +5,13 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from packaging.utils import canonicalize_name
 
 from miles.config import build, read_toml
 from miles.envs.base import Taskset
@@ -19,18 +22,33 @@ from miles.envs.hub.refs import Ref, default_name, kind_of_folder, parse_ref
 from miles.envs.rewards import JudgeConfig
 from miles.envs.selection import SelectionConfig, selected
 from miles.envs.workers.taskset import WorkerConfig
-from miles.errors import ConfigError, EnvError
+from miles.errors import ConfigError, EnvError, MilesError
 from miles.registry import import_target, make_plugin
+from miles.types import Task
 
-__all__ = ["add", "check_lock", "lock", "open_declared", "open_env", "plan_of", "remove", "sync"]
+__all__ = [
+    "add",
+    "check_lock",
+    "declared_rewards",
+    "lock",
+    "open_declared",
+    "open_env",
+    "plan_of",
+    "remove",
+    "sync",
+    "tasks_of",
+]
 
 Tell = Callable[[str], None]
 _FIRST = 200  # tasks whose digest is kept
 
 
 def plan_of(entry: EnvEntry, project: Project, name: str) -> tuple[Ref, Plan]:
-    """What a declared environment needs. A repository is cloned first."""
-    ref = parse_ref(entry.ref, project.root)
+    """What a declared environment needs. A repository that is not here yet is cloned, at its locked commit if any."""
+    try:
+        ref = parse_ref(entry.ref, project.root)
+    except ConfigError as error:
+        raise ConfigError(f"environment {name!r}: {error.message}") from error
     if ref.git:
         ref = _cloned(ref, project, name)
     plan = plan_for(ref, project.root, entry.layer)
@@ -38,13 +56,18 @@ def plan_of(entry: EnvEntry, project: Project, name: str) -> tuple[Ref, Plan]:
 
 
 def _cloned(ref: Ref, project: Project, name: str) -> Ref:
-    """A repository at its commit, as a folder."""
-    url, _, revision = ref.git.rpartition("@") if "@" in ref.git.rpartition("/")[2] else (ref.git, "", "")
+    """A repository as a folder; it is there whole, or not at all."""
     folder = project.folder(name) / "source"
     if not folder.is_dir():
-        _git("clone", "-q", url, str(folder))
-        if revision:
-            _git("-C", str(folder), "checkout", "-q", revision)
+        url, _, revision = ref.git.rpartition("@") if "@" in ref.git.rpartition("/")[2] else (ref.git, "", "")
+        locked = project.locks().get(name)
+        commit = locked.source if locked is not None and not locked.source.startswith("sha256:") else ""
+        partial = folder.with_name("source.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        _git("clone", "-q", url, str(partial))
+        if commit or revision:
+            _git("-C", str(partial), "checkout", "-q", commit or revision)
+        partial.rename(folder)
     return replace(ref, kind=ref.kind or kind_of_folder(folder), target=str(folder))
 
 
@@ -88,8 +111,11 @@ def lock(project: Project, tell: Tell, only: str = "") -> None:
     locks = {name: entry for name, entry in project.locks().items() if name in project.entries()}
     for name, entry in project.entries().items():
         if only in ("", name):
+            locks.pop(name, None)
+            project.write_lock(locks)
+            shutil.rmtree(project.folder(name) / "source", ignore_errors=True)  # another commit may be meant now
             locks[name] = _install(project, name, entry, None, tell)
-    project.write_lock(locks)
+            project.write_lock(locks)
 
 
 def sync(project: Project, tell: Tell) -> int:
@@ -100,7 +126,9 @@ def sync(project: Project, tell: Tell) -> int:
         if wrong:
             raise ConfigError(f"miles.lock does not fit miles.toml: {wrong}. Run `miles env lock`")
         if _installed_wrongly(project, name, entry, locks[name]):
-            _install(project, name, entry, locks[name], tell)
+            found = _install(project, name, entry, locks[name], tell)
+            if found.tasks != locks[name].tasks:
+                raise EnvError(f"{name} was built as locked, and its tasks are others: it is not the same everywhere")
             built += 1
         else:
             tell(f"{name}: is as locked")
@@ -125,8 +153,10 @@ def _declared_wrongly(project: Project, name: str, entry: EnvEntry, locked: Lock
     _, plan = plan_of(entry, project, name)
     if locked.requires != plan.requires:
         return f"{name} needs other packages than are locked"
-    if plan.source is not None and locked.source != _source(plan):
-        return f"{name}: {plan.source} has changed since it was locked"
+    if locked.declared != _declared(entry):
+        return f"{name} is declared with other settings, layer or Python than it was locked with"
+    if locked.source != _source(project, name, plan):
+        return f"{name}: its source has changed since it was locked"
     return ""
 
 
@@ -139,15 +169,25 @@ def _installed_wrongly(project: Project, name: str, entry: EnvEntry, locked: Loc
         return f"{name} is not installed: miles env sync"
     here = installed(folder)
     for line in locked.packages:
-        package, _, version = line.partition(" ")[0].partition(";")[0].partition("==")
-        package = package.partition("[")[0].lower().replace("_", "-")
-        if ";" not in line and here.get(package) != version.strip():
-            return f"{name} has {package} {here.get(package)} instead of {version}: miles env sync"
+        package, exact, version = line.partition(" ")[0].partition(";")[0].partition("==")
+        package = canonicalize_name(package.partition("[")[0])
+        if ";" not in line and (package not in here or (exact and here[package] != version.strip())):
+            return f"{name} has {package} {here.get(package)} instead of {version or 'any'}: miles env sync"
     return ""
 
 
-def _source(plan: Plan) -> str:
+def _source(project: Project, name: str, plan: Plan) -> str:
+    """What the source is at this moment: a repository's commit, or a folder's digest."""
+    clone = project.folder(name) / "source"
+    if (clone / ".git").exists():
+        changed = _git("-C", str(clone), "status", "--porcelain", "--untracked-files=no")
+        return _git("-C", str(clone), "rev-parse", "HEAD") + (" and changes" if changed else "")
     return digest_of_folder(plan.source) if plan.source is not None else ""
+
+
+def _declared(entry: EnvEntry) -> str:
+    told = entry.model_dump(mode="json", include={"settings", "layer", "python", "environment"})
+    return digest_of(told)
 
 
 def _install(project: Project, name: str, entry: EnvEntry, locked: LockEntry | None, tell: Tell) -> LockEntry:
@@ -155,6 +195,10 @@ def _install(project: Project, name: str, entry: EnvEntry, locked: LockEntry | N
     ref, plan = plan_of(entry, project, name)
     folder = project.folder(name)
     python, packages = "", locked.packages if locked is not None else ()
+    if not plan.own_python and (entry.python or entry.requires):
+        raise ConfigError(
+            f"{name} runs in Miles' own process, where python and requires mean nothing: pip install what it needs"
+        )
     if plan.own_python:
         interpreter = choose_python(
             entry.python or (locked.python if locked else ""), _needs(plan), f"{name} ({ref.kind})"
@@ -166,7 +210,13 @@ def _install(project: Project, name: str, entry: EnvEntry, locked: LockEntry | N
         tell(f"{name}: installing {len(packages)} packages")
         build_venv(interpreter, packages, () if plan.in_place else plan.projects, folder)
     fresh = LockEntry(
-        ref=entry.ref, kind=ref.kind, python=python, packages=packages, requires=plan.requires, source=_source(plan)
+        ref=entry.ref,
+        kind=ref.kind,
+        python=python,
+        packages=packages,
+        requires=plan.requires,
+        source=_source(project, name, plan),
+        declared=_declared(entry),
     )
     tell(f"{name}: reading its tasks")
     splits, digest = _look(project, name, entry)
@@ -189,7 +239,7 @@ def _look(project: Project, name: str, entry: EnvEntry) -> tuple[dict[str, int],
     try:
         counts, first = {}, []
         for split in taskset.splits():
-            tasks = taskset.tasks(split)
+            tasks = tasks_of(taskset, split)
             counts[split] = len(tasks)
             first += [[task.id, list(task.prompt), task.data] for task in tasks[:_FIRST]]
         if not any(counts.values()):
@@ -197,6 +247,22 @@ def _look(project: Project, name: str, entry: EnvEntry) -> tuple[dict[str, int],
         return counts, digest_of(_portable(first, project.root))
     finally:
         asyncio.run(taskset.close())
+
+
+def tasks_of(taskset: Taskset, split: str) -> Sequence[Task]:
+    """A split's tasks; EnvError where the environment's code raises, or returns what are no tasks."""
+    try:
+        tasks = taskset.tasks(split)
+        wrong = next((task for task in tasks if not isinstance(task, Task)), None)
+    except MilesError:
+        raise
+    except Exception as error:
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        text = f"{type(error).__name__}: {error} ({at.filename}:{at.lineno})"
+        raise EnvError(f"environment {taskset.name!r}: tasks({split!r}) raised {text}") from error
+    if wrong is not None:
+        raise EnvError(f"environment {taskset.name!r}: tasks({split!r}) has a {type(wrong).__name__}, which is no Task")
+    return tasks
 
 
 def _portable(value: Any, root: Path) -> Any:
@@ -232,8 +298,13 @@ def open_declared(project: Project, name: str, entry: EnvEntry, settings: Mappin
 
 def _made(plan: Plan, worker: WorkerConfig) -> Taskset:
     if plan.kind == "miles":
-        made: Taskset = make_plugin("envs", plan.taskset, plan.settings)
-        return made
+        module = sys.modules.get(plan.taskset.partition(":")[0])
+        came = Path(getattr(module, "__file__", None) or "/")
+        if module is not None and plan.source is not None and plan.source not in came.parents:
+            raise ConfigError(
+                f"{plan.source} has a module {module.__name__}, and {came} is loaded by that name: rename one"
+            )
+        return _taskset(plan.taskset, plan.settings)
     taskset: Taskset = import_target(plan.kind, plan.taskset)(worker)
     return taskset
 
@@ -246,24 +317,43 @@ def open_env(
     project: Project | None = None,
 ) -> Taskset:
     """A taskset by the name of a declared environment, a registry name, or module:attr; settings go over the declared
-    ones, `tasks` and `rewards` replace them."""
+    ones, `tasks` and `rewards` replace them (empty rewards: the environment's own)."""
     project = project or Project.find()
     entries = project.entries()
+    if entries and str(project.root) not in sys.path:
+        sys.path.insert(0, str(project.root))  # judges lie beside miles.toml
     if name in entries:
         entry = entries[name]
         taskset = open_declared(project, name, entry, settings)
         tasks = tasks if tasks is not None and tasks != SelectionConfig() else entry.tasks
-        rewards = rewards or entry.rewards
+        rewards = entry.rewards if rewards is None else rewards
     else:
         taskset = _built_in(name, settings, entries)
     return selected(taskset, tasks or SelectionConfig(), rewards or {})
 
 
+def declared_rewards(name: str) -> Mapping[str, JudgeConfig]:
+    """What miles.toml says of an environment's rewards."""
+    entries = Project.find().entries()
+    return entries[name].rewards if name in entries else {}
+
+
+def _taskset(name: str, settings: Mapping[str, Any]) -> Taskset:
+    made = make_plugin("envs", name, dict(settings))
+    if not hasattr(made, "tasks") or not hasattr(made, "env"):
+        raise ConfigError(f"{name} is a {type(made).__name__}, and no Taskset (miles/envs/base.py)")
+    return made  # type: ignore[no-any-return]
+
+
 def _built_in(name: str, settings: Mapping[str, Any], entries: Mapping[str, EnvEntry]) -> Taskset:
     try:
-        made: Taskset = make_plugin("envs", name, dict(settings))
+        return _taskset(name, settings)
     except ConfigError as error:
-        if entries and "unknown env" in error.message:
-            raise ConfigError(f"{error.message} miles.toml declares: {', '.join(entries)}.") from error
+        if "unknown env" in error.message:
+            there = (
+                f"miles.toml declares: {', '.join(entries)}."
+                if entries
+                else "No miles.toml here or above declares any."
+            )
+            raise ConfigError(f"{error.message} {there}") from error
         raise
-    return made

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 import tomli_w
 import tomlkit
 from pydantic import Field
+from tomlkit.items import InlineTable
 
 from miles.config import Config, build, read_toml
 from miles.envs.rewards import JudgeConfig
@@ -69,6 +71,8 @@ class LockEntry(Config):
     """What was asked for."""
     source: str = ""
     """"sha256:…" of a local folder, or the commit of a repository."""
+    declared: str = ""
+    """"sha256:…" of what decides how it is built and which tasks it has: settings, layer, Python."""
     splits: dict[str, int] = Field(default_factory=dict)
     """Tasks by split (-1: endless)."""
     tasks: str = ""
@@ -99,7 +103,9 @@ class Project:
         return self.root / "miles.lock"
 
     def folder(self, name: str) -> Path:
-        """Where an environment is installed; never committed."""
+        """Where an environment is installed; never committed. ConfigError for a name that could lead elsewhere."""
+        if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
+            raise ConfigError(f"{name!r} cannot be an environment's name: use letters, digits, hyphens and dots")
         home = self.root / ".miles"
         home.mkdir(exist_ok=True)
         (home / ".gitignore").write_text("*\n")
@@ -112,6 +118,8 @@ class Project:
         found = read_toml(self.file).get("envs", {})
         if not isinstance(found, Mapping):
             raise ConfigError(f"{self.file}: envs must be a table of environments")
+        for name in found:
+            self.folder(name)
         return {name: self._entry(name, told) for name, told in found.items()}
 
     def _entry(self, name: str, told: Any) -> EnvEntry:
@@ -133,6 +141,8 @@ class Project:
         """Write [envs.NAME], leaving everything else of the file as it is."""
         with self._edited() as document:
             envs = document.setdefault("envs", tomlkit.table(is_super_table=True))
+            if isinstance(envs, InlineTable):
+                raise ConfigError(f"{self.file}: write envs as tables, [envs.NAME], not on one line")
             table = tomlkit.table()
             table.update(dict(told))
             envs[name] = table

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from miles.envs.hub.project import LEFT_OUT
@@ -60,7 +61,7 @@ def found() -> tuple[tuple[str, Path], ...]:
     others: dict[str, Path] = {}
     for place in places:
         for path in sorted(place.glob("python3.*")) if place.is_dir() else ():
-            if re.fullmatch(r"python3\.\d+", path.name) and (version := version_of(path)):
+            if re.fullmatch(r"python3\.\d+", path.name) and re.fullmatch(r"3[\d.]+", version := version_of(path)):
                 others.setdefault(version, path)
     others.pop(ours[0], None)
     return (ours, *sorted(others.items(), key=lambda item: Version(item[0])))
@@ -191,9 +192,9 @@ def build_venv(python: Path, packages: Sequence[str], projects: Sequence[Path], 
 def installed(folder: Path) -> dict[str, str]:
     """Name -> version of what an environment has."""
     code = "import json, importlib.metadata as m\n"
-    code += "print(json.dumps({d.name.lower().replace('_', '-'): d.version for d in m.distributions()}))"
+    code += "print(json.dumps({d.name: d.version for d in m.distributions()}))"
     found: dict[str, str] = json.loads(_run([str(python_of(folder)), "-c", code], "its packages cannot be listed"))
-    return found
+    return {canonicalize_name(name): version for name, version in found.items()}
 
 
 def _run(command: Sequence[str], what: str) -> str:

@@ -1,5 +1,6 @@
 """`miles env init`: a package with a Taskset, a test and a README, ready to be trained on."""
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -174,6 +175,8 @@ def scaffold(name: str, folder: Path) -> list[str]:
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
         raise ConfigError(f"{name!r} cannot be a package's name: use small letters, digits and hyphens, as my-env")
     module = name.replace("-", "_")
+    if importlib.util.find_spec(module) is not None:
+        raise ConfigError(f"there is a module {module} already: choose another name")
     cls = "".join(word.capitalize() for word in name.split("-"))
     steps = [
         f"miles env add ./{folder.name}",

@@ -95,11 +95,10 @@ class WorkerProcess:
             listener.bind(str(path))
             listener.listen(1)
             listener.settimeout(0.02)
-            process = subprocess.Popen(
+            process = _launched(
                 [python, GUEST, path, kind],
-                stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=sink,
+                sink=sink,
+                folder=folder,
                 cwd=cwd,
                 env={
                     **environment,
@@ -107,7 +106,6 @@ class WorkerProcess:
                     "MILES_WORKER": folder.name,
                     "MILES_WORKER_PATH": os.pathsep.join(map(str, paths)),
                 },
-                start_new_session=True,
             )
             deadline = time.monotonic() + limit_s
             while True:
@@ -185,10 +183,11 @@ class WorkerProcess:
             with self._link.makefile("rb") as lines:
                 for line in lines:
                     self._take(json.loads(line))
-        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             pass  # a closed socket, or no JSON-RPC: either way nothing more can be understood
-        self._ended.set()
-        self._bury()
+        finally:
+            self._ended.set()
+            self._bury()
 
     def _take(self, message: dict[str, Any]) -> None:
         if "method" in message:
@@ -197,10 +196,12 @@ class WorkerProcess:
         future = self._calls.pop(message["id"], None)
         if future is None or not future.set_running_or_notify_cancel():
             return
-        if "error" in message:
+        if "error" not in message:
+            future.set_result(message.get("result"))
+        elif isinstance(message["error"], dict):
             future.set_exception(_failure(message["error"]))
         else:
-            future.set_result(message.get("result"))
+            future.set_exception(EnvError(f"the worker answered with an error that is none: {message['error']!r}"))
 
     def _serve(self, message: dict[str, Any]) -> None:
         """A request of the worker's, answered in the event loop of the episode that it is for."""
@@ -230,6 +231,16 @@ class WorkerProcess:
         self._link.close()
         end_with_children(self._process, self._folder)
         self._bury()
+
+
+def _launched(command: Sequence[Any], *, sink: Any, folder: Path, **more: Any) -> "subprocess.Popen[bytes]":
+    try:
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, start_new_session=True, **more
+        )
+    except OSError as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise EnvError(f"{command[0]} cannot be started: {error.strerror}; miles env sync installs it anew") from error
 
 
 def end_with_children(process: "subprocess.Popen[bytes]", folder: Path) -> None:

@@ -65,7 +65,7 @@ class Workers:
 
     def __init__(self, config: WorkerConfig) -> None:
         self.config = config
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._process: WorkerProcess | None = None
         self._tired: list[WorkerProcess] = []
         self._deaths = 0
@@ -88,6 +88,7 @@ class Workers:
             time.sleep(_PAUSES_S[self._deaths])
             self._deaths += 1
             self._process = self._begin()
+            self._deaths -= 1  # it lives
             return self._process
 
     def _begin(self) -> WorkerProcess:
@@ -121,6 +122,7 @@ class Workers:
         if self._process is None:
             return
         if self._process.ended:
+            self._deaths += 1
             self._process.close()
         else:
             self._tired.append(self._process)
@@ -129,8 +131,10 @@ class Workers:
 
     def tidy(self) -> None:
         """End tired workers that nobody uses any more."""
-        for process in [process for process in self._tired if not process.episodes]:
-            self._tired.remove(process)
+        with self._lock:
+            done = [process for process in self._tired if not process.episodes]
+            self._tired = [process for process in self._tired if process.episodes]
+        for process in done:
             process.close()
 
     def well(self) -> None:
@@ -320,7 +324,13 @@ class WorkerEnv(BaseEnv):
         """Another sandbox like the episode's; it lives as long as the episode."""
         if self.more_sandboxes is None or self._spec is None:
             raise SandboxError("no second sandbox can be had here")
-        self._boxes[box] = await self._stack.enter_async_context(self.more_sandboxes(self._spec))
+        opened = self.more_sandboxes(self._spec)
+        sandbox = await opened.__aenter__()
+        if self._process is None:  # the episode has ended meanwhile
+            await opened.__aexit__(None, None, None)
+            raise SandboxError("the episode is over")
+        self._stack.push_async_exit(opened)
+        self._boxes[box] = sandbox
         return {}
 
 
@@ -364,7 +374,7 @@ def as_step(told: Mapping[str, Any]) -> Step:
     """From the wire; EnvError for a reward that is none."""
     return Step(
         observation=str(told["observation"]),
-        reward=as_float(told.get("reward") or 0.0),
+        reward=as_float(0.0 if told.get("reward") is None else told["reward"]),
         terminated=bool(told.get("terminated")),
         truncated=bool(told.get("truncated")),
         info=dict(told.get("info") or {}),

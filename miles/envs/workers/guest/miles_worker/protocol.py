@@ -165,7 +165,7 @@ class Worker:
         if inspect.iscoroutinefunction(self._adapter.play):
             live.played = await self._adapter.play(task, seed, live.host)
         else:
-            live.played = await live.run(lambda: self._adapter.play(task, seed, live.host))
+            await live.run(lambda: setattr(live, "played", self._adapter.play(task, seed, live.host)))
         return await live.call("reset")
 
     async def on_step(self, episode, action):

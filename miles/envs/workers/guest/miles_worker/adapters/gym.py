@@ -45,6 +45,11 @@ class Gym:
             modes = _render_modes(spec)
             if "render_mode" not in self._kwargs and "ansi" in modes:
                 self._kwargs["render_mode"] = "ansi"
+        try:
+            self.make().close()
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+            raise Failure(f"gymnasium cannot make {id} with {self._kwargs}: {said}", "task") from None
 
     def about(self):
         return {
