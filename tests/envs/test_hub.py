@@ -174,6 +174,21 @@ def test_a_python_that_is_not_there_is_named_with_the_ways_to_get_it():
     assert pythons.choose_python(sys.executable, "", "taxi") == Path(sys.executable)
 
 
+@pytest.mark.parametrize(
+    "said, hint",
+    [
+        ("error: command 'gcc' failed: No such file or directory", "no C compiler: apt install"),
+        ("/bin/sh: 1: cc: not found", "no C compiler: apt install"),
+        ("fatal error: Python.h: No such file or directory", "headers are missing: apt install python3-dev"),
+        ("no matching distribution", ""),
+    ],
+)
+def test_what_a_build_lacks_is_named_with_how_to_get_it(said, hint):
+    with pytest.raises(EnvError) as failed:
+        pythons._run([sys.executable, "-c", f"import sys; sys.exit({said!r})"], "it cannot be built")
+    assert failed.value.message.endswith(said) if not hint else hint in failed.value.message
+
+
 @pytest.fixture
 def project(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -203,5 +203,19 @@ def _run(command: Sequence[str], what: str) -> str:
     except OSError as error:
         raise EnvError(f"{what}: {error}") from error
     if done.returncode:
-        raise EnvError(f"{what}: {' '.join(command[:4])} … said:\n{(done.stderr or done.stdout).strip()[-3000:]}")
+        said = (done.stderr or done.stdout).strip()[-3000:]
+        raise EnvError(f"{what}: {' '.join(command[:4])} … said:\n{said}{_missing(said)}")
     return done.stdout
+
+
+def _missing(said: str) -> str:
+    """What to install where a build failed for want of it; empty where that cannot be told."""
+    if re.search(r"command '\S*(cc|gcc|clang|c\+\+|g\+\+)\S*' failed: No such file|(gcc|cc|clang): not found", said):
+        return (
+            "\nA package must be compiled, and there is no C compiler: apt install build-essential (or your system's)"
+        )
+    if re.search(r"Python\.h: No such file", said):
+        return (
+            "\nA package must be compiled, and Python's headers are missing: apt install python3-dev (or your system's)"
+        )
+    return ""
