@@ -296,7 +296,7 @@ def test_a_repository_is_cloned_at_its_commit(project, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tool", ["uv", "pip"])
+@pytest.mark.parametrize("tool", ["uv", pytest.param("pip", marks=pytest.mark.hub)])
 def test_a_python_of_its_own_is_locked_checked_and_built_again(project, monkeypatch, tool):
     if tool == "pip":
         monkeypatch.setattr(pythons, "uv", lambda: None)
