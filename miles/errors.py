@@ -19,6 +19,7 @@ Every message says what to do next. `retryable` tells an episode's owner whether
 fresh sandbox and session may succeed; it never makes a failure into a reward.
 """
 
+import traceback
 from typing import Any
 
 __all__ = [
@@ -57,6 +58,12 @@ def _rebuild(cls: type[MilesError], state: dict[str, Any]) -> MilesError:
     Exception.__init__(error, state["message"])
     error.__dict__.update(state)
     return error
+
+
+def raised(error: BaseException) -> str:
+    """What somebody's code raised, and where: "KeyError: 'x' (file.py:12)"."""
+    at = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({at.filename}:{at.lineno})"
 
 
 class ConfigError(MilesError):

@@ -25,11 +25,11 @@ from pydantic import Field
 
 from miles.config import Config, build
 from miles.envs.base import BaseEnv, Taskset
-from miles.envs.rewards import as_float
-from miles.envs.workers.process import end_of, end_with_children, quiet_environment
+from miles.envs.rewards import reward_of
+from miles.envs.workers.process import end_of, end_with_children, launched, quiet_environment
 from miles.envs.workers.taskset import WorkerConfig
 from miles.errors import ConfigError, EnvError
-from miles.processes import owner_mark, scratch_folder
+from miles.processes import scratch_folder
 from miles.sandboxes.base import Sandbox
 from miles.types import Env, Observation, Score, Step, Task, ToolSpec, Transcript
 
@@ -163,7 +163,7 @@ class _OpenEnv(BaseEnv):
         while (told := await self._connected(url)) is None:  # until the phase's deadline
             await asyncio.sleep(_PAUSES_S[min(attempt, len(_PAUSES_S) - 1)])
             attempt += 1
-        self._total = as_float(0.0 if told.get("reward") is None else told["reward"])
+        self._total = reward_of(told)
         tools: list[ToolSpec] = [self._taskset.step_tool()]
         if self._taskset.calls_tools:
             listed = await self._ask("step", {"type": "list_tools"})
@@ -232,7 +232,7 @@ class _OpenEnv(BaseEnv):
             told = await self._ask("step", data)
         except _Refused as error:
             return Step(observation=f"invalid action: {error}")
-        reward = as_float(0.0 if told.get("reward") is None else told["reward"])
+        reward = reward_of(told)
         self._total, self._steps, self._over = self._total + reward, self._steps + 1, bool(told.get("done"))
         return Step(observation=self._shown(told["observation"]), reward=reward, terminated=self._over)
 
@@ -290,18 +290,12 @@ class _Server:
             command = [worker.python, "-m", "uvicorn", "--fd", str(bound.fileno()), "--app-dir", config.folder]
             # Its clients read all the time; nothing is gained by dropping one whose machine is busy.
             command += ["--ws-ping-timeout", "3600", "--log-level", "warning", config.app or _app(config.folder)]
-            self._process = subprocess.Popen(
+            self._process = launched(
                 list(map(str, command)),
-                stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=sink,
+                sink=sink,
+                folder=self._folder,
+                environment=quiet_environment(worker.secrets, worker.environment),
                 pass_fds=(bound.fileno(),),
-                start_new_session=True,
-                env={
-                    **quiet_environment(worker.secrets, worker.environment),
-                    "MILES_OWNER": owner_mark(),
-                    "MILES_WORKER": self._folder.name,
-                },
             )
         self._wait(worker.start_s)
 

@@ -13,7 +13,7 @@ from miles.errors import ConfigError, EnvError
 from miles.registry import import_target
 from miles.types import Score, Task, Transcript
 
-__all__ = ["JudgeConfig", "Judges", "as_float", "as_score"]
+__all__ = ["JudgeConfig", "Judges", "as_float", "as_score", "reward_of"]
 
 
 def as_float(reward: Any) -> float:
@@ -30,6 +30,11 @@ def as_float(reward: Any) -> float:
     if not math.isfinite(value):
         raise EnvError(f"the environment returned {value} as reward; it must be finite")
     return value
+
+
+def reward_of(told: Mapping[str, Any]) -> float:
+    """The reward of a step as it came over a wire; none is 0."""
+    return as_float(0.0 if told.get("reward") is None else told["reward"])
 
 
 def as_score(told: Any) -> Score:

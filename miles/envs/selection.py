@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from pydantic import Field
 
@@ -143,8 +142,6 @@ class _JudgedEnv:
 
     def __init__(self, env: Env, task: Task, judges: Judges) -> None:
         self._env, self._task, self._judges = env, task, judges
-        if hasattr(env, "more_sandboxes"):
-            self.more_sandboxes: Any = None
 
     def __setattr__(self, name: str, value: object) -> None:
         """The episode hands its means to whoever needs them."""

@@ -14,6 +14,7 @@ from miles.envs.base import Taskset
 from miles.envs.hub.manage import open_env, tasks_of
 from miles.errors import ConfigError, MilesError, SandboxError
 from miles.harnesses.base import as_harness
+from miles.recipes.agents import generate_for
 from miles.recipes.config import RunConfig
 from miles.recipes.gguf import convert, find
 from miles.recipes.placement import place, what_is_missing
@@ -26,7 +27,7 @@ from miles.rollout.engines.base import Engine
 from miles.rollout.engines.embedded import EmbeddedEngine
 from miles.rollout.engines.inprocess import InProcessEngine
 from miles.rollout.engines.sglang.engine import SGLangEngine
-from miles.rollout.episode import AgentGenerate, EpisodeRunner, Generate
+from miles.rollout.episode import EpisodeRunner
 from miles.rollout.evaluation import SharedEvaluator
 from miles.rollout.layers import RolloutSource
 from miles.rollout.rendering.families import check_tokenizer, load_rendering
@@ -181,7 +182,8 @@ async def _parts(
         server = await stack.enter_async_context(
             SessionServer(engine, rendering, config.session, max_tokens=config.sampling.max_tokens)
         )
-        generate = await _generate(config, taskset, stack)
+        harness = config.harness
+        generate = generate_for(taskset, config.generation, harness.name, harness.settings, stack)
         runner = EpisodeRunner(taskset, server, pool, generate, config.episode)
         record = _recorder(folder, engine)
         rollout = _rollout(config, taskset, runner, folder, state, record)
@@ -366,17 +368,6 @@ def _engine(config: RunConfig, model: Path, folder: RunFolder) -> Engine:
         return plugin  # type: ignore[no-any-return]  # an instance, by module:attr
     engine: Engine = plugin(model, temperature=config.sampling.temperature, seed=config.run.seed)
     return engine
-
-
-async def _generate(config: RunConfig, taskset: Taskset, stack: contextlib.AsyncExitStack) -> Generate:
-    named = config.generation or ("" if config.harness.name else taskset.generation)
-    if named:
-        generate: Generate = resolve("harnesses", named)
-        return generate
-    name = config.harness.name or taskset.harness
-    harness = as_harness(make_plugin("harnesses", name, config.harness.settings))
-    stack.push_async_callback(harness.close)
-    return AgentGenerate(harness)
 
 
 def _model(config: RunConfig, taskset: Taskset, folder: RunFolder) -> Path:

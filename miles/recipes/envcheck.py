@@ -4,14 +4,13 @@ import contextlib
 import json
 import math
 import tempfile
-import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from miles.envs.base import Solution, Taskset
-from miles.errors import ConfigError, MilesError
+from miles.errors import ConfigError, MilesError, raised
 from miles.recipes.config import EnvSection, SamplingSection
 from miles.recipes.evaluate import EvaluateConfig, playing
 from miles.recipes.scripted import scripted_model
@@ -298,6 +297,5 @@ async def _tried(check: Callable[[_Checked], Awaitable[str]], checked: _Checked)
     except AssertionError as wrong:
         return "FAILED", str(wrong)
     except Exception as error:  # noqa: BLE001  the boundary to an environment's code
-        at = traceback.extract_tb(error.__traceback__)[-1]
-        where = f" ({at.filename}:{at.lineno})" if not isinstance(error, MilesError) else ""
-        return "FAILED", f"{type(error).__name__}: {str(error)[-800:]}{where}"
+        ours = isinstance(error, MilesError)
+        return "FAILED", f"{type(error).__name__}: {str(error)[-800:]}" if ours else raised(error)[-1000:]

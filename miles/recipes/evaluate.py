@@ -20,15 +20,14 @@ from miles.config import Config, build, dump_toml, read_toml
 from miles.envs.base import Taskset
 from miles.envs.hub.manage import declared_rewards, open_env, tasks_of
 from miles.envs.rewards import Judges
-from miles.errors import ConfigError, EngineError
-from miles.harnesses.base import as_harness
+from miles.errors import ConfigError
+from miles.recipes.agents import generate_for
 from miles.recipes.config import EnvSection, HarnessSection, SamplingSection
 from miles.recipes.scripted import read_script, scripted_model
-from miles.registry import make_plugin, resolve
 from miles.rollout.engines.base import Engine
 from miles.rollout.engines.embedded import EmbeddedConfig, EmbeddedEngine
 from miles.rollout.engines.sglang.client import SGLangClient
-from miles.rollout.episode import AgentGenerate, EpisodeConfig, EpisodeRunner, Generate, Job
+from miles.rollout.episode import EpisodeConfig, EpisodeRunner, Job
 from miles.rollout.rendering.families import load_rendering
 from miles.rollout.rendering.rendering import Rendering
 from miles.rollout.session.config import SessionConfig
@@ -174,19 +173,9 @@ async def playing(
             await pool.start()
         server = SessionServer(engine, rendering, config.session, max_tokens=config.sampling.max_tokens)
         await stack.enter_async_context(server)
-        yield EpisodeRunner(taskset, server, pool, await _generate(config, taskset, stack), config.episode)
-
-
-async def _generate(config: EvaluateConfig, taskset: Taskset, stack: contextlib.AsyncExitStack) -> Generate:
-    named = config.generation or ("" if config.harness.name else taskset.generation)
-    if named:
-        generate: Generate = resolve("harnesses", named)
-        return generate
-    harness = as_harness(
-        make_plugin("harnesses", config.harness.name or taskset.harness, dict(config.harness.settings))
-    )
-    stack.push_async_callback(harness.close)
-    return AgentGenerate(harness)
+        harness = config.harness
+        generate = generate_for(taskset, config.generation, harness.name, harness.settings, stack)
+        yield EpisodeRunner(taskset, server, pool, generate, config.episode)
 
 
 async def _model(config: EvaluateConfig, logs: Path) -> tuple[Engine, Rendering]:
@@ -208,10 +197,10 @@ async def _served(config: EvaluateConfig) -> tuple[Engine, Rendering]:
     if directory is None:
         try:
             await client.start()
-        except EngineError:
+        except BaseException:
             await client.close()
             raise
-        directory = Path(getattr(client, "model_path", "") or "")
+        directory = Path(client.model_path)
         if not (directory / "config.json").is_file():
             await client.close()
             raise ConfigError(
@@ -234,11 +223,8 @@ def summarise(episodes: Sequence[Episode], attempts: int, solved_at: float = 1.0
     low, high = _interval(means)
     passed = {}
     for k in sorted({1, *(2**n for n in range(1, 12) if 2**n <= attempts), attempts}):
-        values = [
-            1 - math.comb(len(r) - c, k) / math.comb(len(r), k)
-            for r in by_task.values()
-            if len(r) >= k and (c := sum(reward >= solved_at for reward in r)) >= 0
-        ]
+        tried = [(len(r), sum(reward < solved_at for reward in r)) for r in by_task.values() if len(r) >= k]
+        values = [1 - math.comb(wrong, k) / math.comb(n, k) for n, wrong in tried]
         passed[str(k)] = statistics.fmean(values) if values else None
     parts: dict[str, list[float]] = defaultdict(list)
     phases: dict[str, list[float]] = defaultdict(list)

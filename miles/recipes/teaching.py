@@ -7,14 +7,13 @@ something to reinforcement learning.
 import json
 import random
 import re
-import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import cycle
 
 from miles.envs.base import Demonstration, Solution, Taskset
 from miles.envs.selection import SelectedTaskset, SelectionConfig
-from miles.errors import EnvError, MilesError
+from miles.errors import EnvError, MilesError, raised
 from miles.types import Env, Message, Task
 
 __all__ = ["TaughtTaskset", "taught"]
@@ -61,11 +60,10 @@ async def taught(taskset: Taskset, seed: int = 0) -> Taskset:
             solution = dice.choice(known)[1]
         try:
             shown.append(await _shown(taskset, task, solution))
-        except Exception as error:
-            at = traceback.extract_tb(error.__traceback__)[-1]
+        except Exception as error:  # the boundary to an environment's code
             raise EnvError(
-                f"environment {taskset.name!r}: the solution of task {task.id!r} cannot be shown: "
-                f"{type(error).__name__}: {error} ({at.filename}:{at.lineno}); see miles env test"
+                f"environment {taskset.name!r}: the solution of task {task.id!r} cannot be shown: {raised(error)}; see "
+                "miles env test"
             ) from error
     return TaughtTaskset(taskset, shown) if shown else taskset
 

@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from miles.config import read_toml
 from miles.envs.hub.refs import Ref
 from miles.errors import ConfigError
 
@@ -212,8 +213,6 @@ def _miles(ref: Ref, root: Path, layer: str) -> Plan:
 
 def _entry_point(folder: Path) -> str:
     """The Taskset that a package names in its group miles.envs."""
-    from miles.config import read_toml
-
     points = read_toml(folder / "pyproject.toml").get("project", {}).get("entry-points", {}).get("miles.envs", {})
     if not points:
         raise ConfigError(

@@ -5,7 +5,6 @@ import json
 import shutil
 import subprocess
 import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from miles.envs.hub.refs import Ref, default_name, kind_of_folder, parse_ref
 from miles.envs.rewards import JudgeConfig
 from miles.envs.selection import SelectionConfig, selected
 from miles.envs.workers.taskset import WorkerConfig
-from miles.errors import ConfigError, EnvError, MilesError
+from miles.errors import ConfigError, EnvError, MilesError, raised
 from miles.registry import import_target, make_plugin
 from miles.types import Task
 
@@ -256,10 +255,8 @@ def tasks_of(taskset: Taskset, split: str) -> Sequence[Task]:
         wrong = next((task for task in tasks if not isinstance(task, Task)), None)
     except MilesError:
         raise
-    except Exception as error:
-        at = traceback.extract_tb(error.__traceback__)[-1]
-        text = f"{type(error).__name__}: {error} ({at.filename}:{at.lineno})"
-        raise EnvError(f"environment {taskset.name!r}: tasks({split!r}) raised {text}") from error
+    except Exception as error:  # the boundary to an environment's code
+        raise EnvError(f"environment {taskset.name!r}: tasks({split!r}) raised {raised(error)}") from error
     if wrong is not None:
         raise EnvError(f"environment {taskset.name!r}: tasks({split!r}) has a {type(wrong).__name__}, which is no Task")
     return tasks

@@ -8,7 +8,7 @@ from typing import Any
 from miles.envs.base import BaseEnv, Solution, Taskset
 from miles.envs.rewards import as_score
 from miles.envs.workers.process import GUEST
-from miles.envs.workers.taskset import as_observation, as_solution, as_step, as_task
+from miles.envs.workers.taskset import as_observation, as_solution, as_step, as_task, transcript_told
 from miles.errors import ConfigError, EnvError
 from miles.sandboxes.base import Sandbox
 from miles.types import Env, Observation, Score, Step, Task, Transcript
@@ -78,8 +78,7 @@ class _AdapterEnv(BaseEnv):
             raise EnvError(str(error)) from error
 
     async def score(self, transcript: Transcript) -> Score:
-        told = {"messages": list(transcript.messages), "final_text": transcript.final_text, "turns": transcript.turns}
-        return as_score(self._played.score(told))
+        return as_score(self._played.score(transcript_told(transcript)))
 
     async def close(self) -> None:
         if self._played is not None:

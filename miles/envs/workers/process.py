@@ -21,7 +21,7 @@ from miles.errors import EngineError, EnvError, HarnessError, MilesError
 from miles.processes import owner_mark, scratch_folder
 from miles.sandboxes.local.reaper import processes_with
 
-__all__ = ["PROTOCOL", "Handler", "WorkerProcess", "end_of", "end_with_children", "quiet_environment"]
+__all__ = ["PROTOCOL", "Handler", "WorkerProcess", "end_of", "end_with_children", "launched", "quiet_environment"]
 
 PROTOCOL = 1
 GUEST = Path(__file__).parent / "guest"
@@ -62,7 +62,6 @@ class WorkerProcess:
 
     def __init__(self, process: "subprocess.Popen[bytes]", link: socket.socket, folder: Path, log: Path) -> None:
         self._process, self._link, self._folder, self.log = process, link, folder, log
-        self._mark = folder.name
         self._numbers = itertools.count(1)
         self._calls: dict[int, concurrent.futures.Future[Any]] = {}
         self._handlers: dict[str, tuple[asyncio.AbstractEventLoop, Handler]] = {}
@@ -95,17 +94,12 @@ class WorkerProcess:
             listener.bind(str(path))
             listener.listen(1)
             listener.settimeout(0.02)
-            process = _launched(
+            process = launched(
                 [python, GUEST, path, kind],
                 sink=sink,
                 folder=folder,
                 cwd=cwd,
-                env={
-                    **environment,
-                    "MILES_OWNER": owner_mark(),
-                    "MILES_WORKER": folder.name,
-                    "MILES_WORKER_PATH": os.pathsep.join(map(str, paths)),
-                },
+                environment={**environment, "MILES_WORKER_PATH": os.pathsep.join(map(str, paths))},
             )
             deadline = time.monotonic() + limit_s
             while True:
@@ -233,10 +227,17 @@ class WorkerProcess:
         self._bury()
 
 
-def _launched(command: Sequence[Any], *, sink: Any, folder: Path, **more: Any) -> "subprocess.Popen[bytes]":
+def launched(
+    command: Sequence[Any], *, sink: Any, folder: Path, environment: Mapping[str, str], **more: Any
+) -> "subprocess.Popen[bytes]":
+    """A process of an environment's own, in a group of its own, marked so that all it starts is found by `folder`.
+
+    EnvError when it cannot be started; the folder goes with it."""
+    marks = {"MILES_OWNER": owner_mark(), "MILES_WORKER": folder.name}
+    env = {**environment, **marks}
     try:
         return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, start_new_session=True, **more
+            command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, start_new_session=True, env=env, **more
         )
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from miles.config import Config
 from miles.envs.base import ACT_TOOL, BaseEnv, Solution, Taskset
-from miles.envs.rewards import as_float, as_score
+from miles.envs.rewards import as_float, as_score, reward_of
 from miles.envs.workers.process import PROTOCOL, WorkerProcess, quiet_environment
 from miles.errors import EnvError, SandboxError
 from miles.sandboxes.base import Sandbox, SandboxSpec
@@ -268,7 +268,7 @@ class WorkerEnv(BaseEnv):
         await self._asked().ask("run", episode=self.episode, endpoint=dict(endpoint), timeout_s=timeout_s)
 
     async def score(self, transcript: Transcript) -> Score:
-        told = {"messages": list(transcript.messages), "final_text": transcript.final_text, "turns": transcript.turns}
+        told = transcript_told(transcript)
         score = as_score(await self._asked().ask("score", episode=self.episode, transcript=told))
         self._workers.well()
         return score
@@ -351,6 +351,11 @@ async def _exec(sandbox: Sandbox, params: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def transcript_told(transcript: Transcript) -> dict[str, Any]:
+    """To the wire."""
+    return {"messages": list(transcript.messages), "final_text": transcript.final_text, "turns": transcript.turns}
+
+
 def as_solution(told: Mapping[str, Any]) -> Solution:
     """From the wire."""
     return Solution(
@@ -374,7 +379,7 @@ def as_step(told: Mapping[str, Any]) -> Step:
     """From the wire; EnvError for a reward that is none."""
     return Step(
         observation=str(told["observation"]),
-        reward=as_float(0.0 if told.get("reward") is None else told["reward"]),
+        reward=reward_of(told),
         terminated=bool(told.get("terminated")),
         truncated=bool(told.get("truncated")),
         info=dict(told.get("info") or {}),

@@ -37,7 +37,7 @@ class Arena:
             try:
                 Game(self, players, 0).reset()
                 return players
-            except Exception as error:
+            except Exception as error:  # games refuse a number of players in their own ways
                 failed = error
         raise Failure(f"textarena cannot start {self.id} with 1 to 16 players: {failed}", "task")
 

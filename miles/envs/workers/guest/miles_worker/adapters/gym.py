@@ -47,7 +47,7 @@ class Gym:
                 self._kwargs["render_mode"] = "ansi"
         try:
             self.make().close()
-        except Exception as error:
+        except Exception as error:  # the boundary to an environment's code
             said = f"{type(error).__name__}: {error}"
             raise Failure(f"gymnasium cannot make {id} with {self._kwargs}: {said}", "task") from None
 

@@ -117,7 +117,7 @@ class Sample:
             self.scores = await asyncio.wait_for(asyncio.ensure_future(_run(self.task, self.sample, model)), timeout_s)
         except TimeoutError:
             raise Failure(f"its solver took longer than {timeout_s:g} s", "policy", "agent_timeout") from None
-        except Exception as error:
+        except Exception as error:  # the boundary to a task's solver
             while hasattr(error, "last_attempt"):  # tenacity hides the cause
                 error = error.last_attempt.exception()
             raise _failure(error) from None
@@ -210,7 +210,7 @@ async def _solved(task, state, generate, active):
                     return await resolve_plan(task, None)(state, generate)
                 finally:
                     group.cancel_scope.cancel()
-    except BaseException as error:
+    except BaseException as error:  # groups of a task group; what is no limit is raised again
         cause = error
         while isinstance(cause, BaseExceptionGroup):
             cause = cause.exceptions[0]

@@ -85,7 +85,7 @@ class _Client(OpenAIChatCompletionsClient):
     async def get_response(self, *args, **kwargs):
         try:
             return await super().get_response(*args, **kwargs)
-        except Exception as error:
+        except Exception as error:  # kept and raised again
             self.failures.append(error)
             raise
 
@@ -121,7 +121,7 @@ class Rollout:
             raise Failure(f"its loop took longer than {timeout_s:g} s", "policy", "agent_timeout") from None
         except Failure:
             raise
-        except Exception as error:
+        except Exception as error:  # the boundary to an environment's code
             ours = any(error is failure for failure in client.failures)
             raise Failure(f"{type(error).__name__}: {error}", "engine" if ours else "env") from error
         overflow = [failure for failure in client.failures if isinstance(failure, vf.OverlongPromptError)]
@@ -171,7 +171,7 @@ def _watch(rubric):
             try:
                 value = function(*args, **kwargs)
                 return await value if inspect.isawaitable(value) else value
-            except Exception as error:
+            except Exception as error:  # kept and raised again
                 _RAISED.get([]).append(f"{getattr(function, '__name__', function)}: {type(error).__name__}: {error}")
                 raise
 
