@@ -16,10 +16,26 @@ __all__ = ["KINDS", "import_target", "known", "make_plugin", "resolve"]
 BUILT_IN: dict[str, dict[str, str]] = {
     "envs": {
         "vault": "miles.envs.vault:VaultTaskset",
+        "terminal": "miles.envs.terminal.taskset:TerminalTaskset",
         "gymnasium": "miles.envs.gymnasium:GymnasiumTaskset",
         "guess-number": "miles.envs.toy:GuessNumberTaskset",
     },
-    "harnesses": {"react": "miles.harnesses.react:ReactHarness", "own": "miles.harnesses.own:OwnHarness"},
+    "harnesses": {
+        "react": "miles.harnesses.react:ReactHarness",
+        "own": "miles.harnesses.own:OwnHarness",
+        "aider": "miles.harnesses.programs:aider",
+        "claude-code": "miles.harnesses.programs:claude_code",
+        "cline": "miles.harnesses.programs:cline",
+        "codex": "miles.harnesses.programs:codex",
+        "gemini": "miles.harnesses.programs:gemini",
+        "kimi-code": "miles.harnesses.programs:kimi_code",
+        "mini-swe-agent": "miles.harnesses.programs:mini_swe_agent",
+        "opencode": "miles.harnesses.programs:opencode",
+        "openhands": "miles.harnesses.programs:openhands",
+        "pi": "miles.harnesses.programs:pi",
+        "qwen-code": "miles.harnesses.programs:qwen_code",
+        "terminus-2": "miles.harnesses.programs:terminus_2",
+    },
     "sandboxes": {
         "local": "miles.sandboxes.local.backend:LocalBackend",
         "docker": "miles.sandboxes.providers.docker:DockerBackend",

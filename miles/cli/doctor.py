@@ -52,7 +52,7 @@ def checks() -> Iterator[Check]:
 
 
 def _uv() -> Check:
-    from miles.envs.hub.pythons import uv
+    from miles.pythons import uv
 
     tool = uv()
     return (

@@ -53,8 +53,8 @@ def install(options: argparse.Namespace) -> int:
 def start(options: argparse.Namespace) -> int:
     """Launch servers and return when they answer, or stay with them."""
     from miles.config import apply_overrides, build
+    from miles.places import miles_home
     from miles.rollout.engines.sglang.config import SGLangConfig
-    from miles.rollout.engines.sglang.install import miles_home
     from miles.rollout.engines.sglang.keeper import alive, keep, refuse_taken, state_file
 
     config = build(SGLangConfig, apply_overrides(SGLangConfig, {}, options.settings))

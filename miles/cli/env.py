@@ -110,7 +110,7 @@ def add(options: argparse.Namespace) -> int:
 def listed(options: argparse.Namespace) -> int:
     """One line for each declared environment."""
     from miles.envs.hub.project import Project
-    from miles.envs.hub.pythons import python_of
+    from miles.pythons import python_of
 
     project = Project.find()
     locks, rows = project.locks(), []

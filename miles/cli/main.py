@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from miles import __version__
-from miles.cli import engine, env, evaluate, sandbox, session
+from miles.cli import engine, env, evaluate, harness, sandbox, session
 from miles.errors import ConfigError, MilesError
 
 __all__ = ["main", "parser"]
 
-_SETTINGS = {"launch": "overrides", "engine": "settings", "sandbox": "settings", "env": "settings", "eval": "settings"}
+_SETTINGS = {"launch": "overrides"} | dict.fromkeys(("engine", "sandbox", "env", "eval", "harness"), "settings")
 """Commands that take settings anywhere, and where they go."""
 
 
@@ -57,6 +57,7 @@ def parser() -> argparse.ArgumentParser:
     env.add_commands(commands)
     evaluate.add_commands(commands)
     sandbox.add_commands(commands)
+    harness.add_commands(commands)
     doctor = commands.add_parser("doctor", help="what works on this machine, and what to install")
     doctor.add_argument("--json", action="store_true", help="machine-readable")
     doctor.set_defaults(call="miles.cli.doctor:doctor")

@@ -1,25 +1,93 @@
 """The agent layer: a program drives the model through the session's endpoint."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 from urllib.parse import urlsplit
 
-from miles.errors import ConfigError, HarnessError
+from miles.errors import ConfigError, EnvError, HarnessError, SandboxError
 from miles.sandboxes.base import Sandbox
-from miles.types import Env, Observation, Task
+from miles.types import Env, Observation, Task, ToolSpec
 
-__all__ = ["AgentContext", "Endpoint", "FunctionHarness", "Harness", "as_harness"]
+__all__ = [
+    "AgentContext",
+    "Endpoint",
+    "EnvTools",
+    "FunctionHarness",
+    "Harness",
+    "Progress",
+    "SessionNeeds",
+    "as_harness",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """Where the model is: an OpenAI base URL, the session's key, any model name."""
+    """Where the model is: an OpenAI base URL, the session's key, any model name.
+
+    `context` is the most tokens of prompt and answer of one call, `max_tokens` of an answer; 0: not told.
+    """
 
     base_url: str
     api_key: str
     model: str = "policy"
+    context: int = 0
+    max_tokens: int = 0
+
+    @property
+    def root_url(self) -> str:
+        """The base URL of Anthropic's clients: without `/v1`."""
+        return self.base_url.removesuffix("/v1")
+
+    @property
+    def mcp_url(self) -> str:
+        """The environment's tools, over MCP's streamable HTTP, with the same key."""
+        return f"{self.root_url}/mcp"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What the session's records say about the agent."""
+
+    turns: int = 0
+    refusal: str = ""
+    """Why its last request was refused; empty when it was answered."""
+    open_calls: bool = False
+    """Whether the newest answer of the main line calls tools whose results never came."""
+
+
+class EnvTools:
+    """The environment's tools, one call at a time, for a loop of ours or for MCP."""
+
+    def __init__(self, env: Env | None, tools: Sequence[ToolSpec]) -> None:
+        self.tools = tuple(tools)
+        self.over = False
+        self.failure: EnvError | SandboxError | None = None
+        """What went wrong in the environment itself; the episode is not the policy's any more."""
+        self._env, self._turn = env, asyncio.Lock()
+
+    @property
+    def names(self) -> list[str]:
+        return [str(tool["function"]["name"]) for tool in self.tools]
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """What the environment answers; `over` is true after its last step. KeyError for a name that is no tool."""
+        if self._env is None or name not in self.names:
+            raise KeyError(name)
+        async with self._turn:
+            if self.over:
+                return "The episode is over: no action changes it any more."
+            action = str(arguments.get("action", ""))
+            named = json.dumps({"name": name, "arguments": arguments})
+            try:
+                step = await self._env.step(action if name == "act" else named)
+            except (EnvError, SandboxError) as error:
+                self.failure = error
+                raise
+            self.over = step.terminated or step.truncated
+            return step.observation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +101,8 @@ class AgentContext:
     endpoint: Endpoint
     deadline: float
     log: Callable[[str], None]
+    tools: EnvTools
+    progress: Callable[[], Progress] = Progress
 
     async def endpoint_inside(self) -> Endpoint:
         """The model as programs in the sandbox reach it, also where there is no network: a port of theirs that leads to
@@ -44,8 +114,21 @@ class AgentContext:
         return replace(self.endpoint, base_url=parts._replace(netloc=f"127.0.0.1:{port}").geturl())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionNeeds:
+    """What a harness wants of its session; None: what the recipe says."""
+
+    canonicalisers: tuple[str, ...] = ()
+    report_truncation: bool | None = None
+    wishes: Literal["refuse", "record"] | None = None
+
+
 class Harness(Protocol):
-    """A program around the model. Returns when the agent is done; what it raises is the agent's fault."""
+    """A program around the model. Returns when the agent is done; what it raises is the agent's fault.
+
+    It may also have `needs: SessionNeeds`, `prepare()` (called once, before the first episode) and
+    `machine(spec, capabilities)`: the sandbox that it wants instead of the task's.
+    """
 
     async def run(self, context: AgentContext) -> None: ...
     async def close(self) -> None: ...

@@ -107,12 +107,9 @@ class ReactHarness:
                 max_output=self.config.max_output,
             )
             return text, False
-        offered = [tool["function"]["name"] for tool in context.observation.tools]
-        if name in offered:
-            named = json.dumps({"name": name, "arguments": arguments})
-            step = await context.env.step(str(arguments.get("action", "")) if name == "act" else named)
-            return step.observation, step.terminated or step.truncated
-        return f"error: there is no tool {name!r}; offered: {', '.join(offered) or 'shell'}", False
+        if name in context.tools.names:
+            return await context.tools.call(name, arguments), context.tools.over
+        return f"error: there is no tool {name!r}; offered: {', '.join(context.tools.names) or 'shell'}", False
 
 
 def _code(reply: Reply) -> str:

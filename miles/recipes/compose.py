@@ -183,7 +183,7 @@ async def _parts(
             SessionServer(engine, rendering, config.session, max_tokens=config.sampling.max_tokens)
         )
         harness = config.harness
-        generate = generate_for(taskset, config.generation, harness.name, harness.settings, stack)
+        generate = await generate_for(taskset, config.generation, harness.name, harness.settings, stack)
         runner = EpisodeRunner(taskset, server, pool, generate, config.episode)
         record = _recorder(folder, engine)
         rollout = _rollout(config, taskset, runner, folder, state, record)

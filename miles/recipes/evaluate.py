@@ -174,7 +174,7 @@ async def playing(
         server = SessionServer(engine, rendering, config.session, max_tokens=config.sampling.max_tokens)
         await stack.enter_async_context(server)
         harness = config.harness
-        generate = generate_for(taskset, config.generation, harness.name, harness.settings, stack)
+        generate = await generate_for(taskset, config.generation, harness.name, harness.settings, stack)
         yield EpisodeRunner(taskset, server, pool, generate, config.episode)
 
 

@@ -19,7 +19,7 @@ from pydantic import Field
 from miles.config import Config
 from miles.envs.base import Taskset
 from miles.errors import ContextOverflow, EngineError, EnvError, HarnessError, SandboxError
-from miles.harnesses.base import AgentContext, Endpoint, Harness
+from miles.harnesses.base import AgentContext, Endpoint, EnvTools, Harness, SessionNeeds
 from miles.rollout.session.server import SessionServer
 from miles.rollout.session.session import Session
 from miles.sandboxes.base import Sandbox, SandboxSpec
@@ -140,20 +140,24 @@ class GenerateContext:
         return self.job.task
 
     @contextlib.asynccontextmanager
-    async def session(self) -> AsyncIterator[Session]:
+    async def session(self, needs: SessionNeeds | None = None) -> AsyncIterator[Session]:
         """A private endpoint for this episode; ended at the end of the block."""
-        config = self.config
+        config, needs = self.config, needs or SessionNeeds()
         own = Limits(turns=config.turns, tokens=config.tokens, wall_s=config.wall_s, context=config.context)
-        session = self.server.open(self.task.limits or own)
+        told = {"report_truncation": needs.report_truncation, "wishes": needs.wishes}
+        changes: dict[str, Any] = {name: value for name, value in told.items() if value is not None}
+        session = self.server.open(self.task.limits or own, canonicalisers=needs.canonicalisers, **changes)
         try:
             yield session
         finally:
             await self.server.end(session)
 
     @contextlib.asynccontextmanager
-    async def sandbox(self) -> AsyncIterator[Sandbox | None]:
-        """The machine that the task asks for, or None."""
+    async def sandbox(self, harness: Harness | None = None) -> AsyncIterator[Sandbox | None]:
+        """The machine that the task asks for, as the harness wants it, or None."""
         spec = self.taskset.sandbox(self.task)
+        if (machine := getattr(harness, "machine", None)) is not None:
+            spec = machine(spec, self.pool.capabilities)
         if spec is None:
             yield None
             return
@@ -162,6 +166,12 @@ class GenerateContext:
         async with self.pool.sandbox(spec) as sandbox:
             self.timings["sandbox"] = time.monotonic() - began
             yield sandbox
+
+    def endpoint(self, session: Session) -> Endpoint:
+        """What an agent is told of its model."""
+        context, most = self.server.room(session)
+        base_url = self.server.base_url(session)
+        return Endpoint(base_url=base_url, api_key=session.key, context=context, max_tokens=most)
 
     def another(self, spec: SandboxSpec) -> contextlib.AbstractAsyncContextManager[Sandbox]:
         """A second machine of this episode, as for a verifier that the agent has never seen."""
@@ -308,13 +318,13 @@ class AgentGenerate:
         self._harness = harness
 
     async def __call__(self, context: GenerateContext) -> Episode:
-        async with context.sandbox() as sandbox:
+        async with context.sandbox(self._harness) as sandbox:
             env = context.taskset.env(context.task, sandbox)
             if hasattr(env, "more_sandboxes"):
                 env.more_sandboxes = context.another
             try:
                 observation = await self._reset(context, env)
-                async with context.session() as session:
+                async with context.session(getattr(self._harness, "needs", None)) as session:
                     fault = await self._act(context, env, observation, sandbox, session)
                     transcript, tree = session.transcript(), await session.close()
                 if sandbox is not None:
@@ -348,14 +358,17 @@ class AgentGenerate:
         """Let the harness run. Returns the policy's fault; raises _Discard or SandboxError for infrastructure's."""
         limit_s = context.agent_limit_s()
         guarded = _GuardedEnv(env)
+        session.tools = EnvTools(cast(Env, guarded), observation.tools)
         agent = AgentContext(
             task=context.task,
             env=cast(Env, guarded),
             observation=observation,
             sandbox=sandbox,
-            endpoint=Endpoint(base_url=context.server.base_url(session), api_key=session.key),
+            endpoint=context.endpoint(session),
             deadline=time.monotonic() + limit_s,
             log=context.log,
+            tools=session.tools,
+            progress=session.progress,
         )
         fault: Faulted | None = None
         try:
@@ -376,6 +389,8 @@ class AgentGenerate:
             fault = Faulted(reason=error.reason, detail=str(error)[-2000:])
         except Exception:  # noqa: BLE001  the boundary to an agent's code
             fault = Faulted(reason="agent_crashed", detail=traceback.format_exc()[-2000:])
+        if session.tools.failure is not None:  # whatever the agent made of it
+            raise _Discard("env_step_failed", str(session.tools.failure))
         if session.engine_failure is not None:  # a call that never succeeded, also when the harness said nothing
             raise _Discard("engine", session.engine_failure)
         if not session.tree().turns:

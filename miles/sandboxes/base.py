@@ -92,6 +92,8 @@ class SandboxSpec:
     workdir: str = "/workspace"
     files: Mapping[str, bytes] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
+    mounts: Mapping[str, Path] = field(default_factory=dict)
+    """Folders of this host that are seen inside, read-only, by the path they have there."""
     resources: Resources = field(default_factory=Resources)
     network: Literal["none", "full"] = "none"
     user: str = ""
@@ -113,6 +115,8 @@ class Capabilities:
     """Kinds of `Image` that it takes."""
     streams: bool = True
     """`spawn`, `forward` and `reach`."""
+    mounts: bool = False
+    """Folders of this host inside."""
     users: bool = False
     snapshot: bool = False
     ttl: bool = False
@@ -129,6 +133,7 @@ class Capabilities:
             (isolated and spec.network == "none" and not self.network_none, "switching the network off"),
             (spec.network == "full" and not self.network_full, "network access"),
             (bool(spec.user) and not self.users, "commands of another user"),
+            (bool(spec.mounts) and not self.mounts, "folders of this host inside"),
         ]
         return ", ".join(what for wanted, what in wants if wanted)
 

@@ -101,6 +101,18 @@ async def files(bench: Bench) -> None:
             raise AssertionError(f"reading {path} did not raise {error.__name__}")
 
 
+@check(needs=lambda found: found.mounts)
+async def mounts(bench: Bench) -> None:
+    """A folder of this host, also one that others may not walk to, is seen inside and cannot be changed there."""
+    with tempfile.TemporaryDirectory(prefix="miles-contract-") as folder:
+        (shown := Path(folder) / "shown").mkdir()
+        (shown / "note").write_text("from outside")
+        async with bench.sandbox(mounts={"/opt/shown": shown}) as machine:
+            seen = await machine.exec("cat /opt/shown/note; echo x > /opt/shown/more || echo refused")
+            expect("from outside" in seen.text and "refused" in seen.text, seen)
+        expect([path.name for path in shown.iterdir()] == ["note"])
+
+
 @check()
 async def large_files(bench: Bench) -> None:
     """16 MiB there and back."""

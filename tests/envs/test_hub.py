@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from miles import pythons
 from miles.config import build
-from miles.envs.hub import manage, pythons
+from miles.envs.hub import manage
 from miles.envs.hub.manage import add, check_lock, lock, open_env, remove, sync
 from miles.envs.hub.project import EnvEntry, LockEntry, Project, digest_of_folder
 from miles.envs.hub.refs import default_name, parse_ref

@@ -16,12 +16,12 @@ from miles.config import build, read_toml
 from miles.envs.base import Taskset
 from miles.envs.hub.kinds import Plan, plan_for
 from miles.envs.hub.project import EnvEntry, LockEntry, Project, digest_of, digest_of_folder
-from miles.envs.hub.pythons import build_venv, choose_python, installed, lock_packages, python_of, version_of
 from miles.envs.hub.refs import Ref, default_name, kind_of_folder, parse_ref
 from miles.envs.rewards import JudgeConfig
 from miles.envs.selection import SelectionConfig, selected
 from miles.envs.workers.taskset import WorkerConfig
 from miles.errors import ConfigError, EnvError, MilesError, raised
+from miles.pythons import build_venv, choose_python, installed, lock_packages, python_of, version_of
 from miles.registry import import_target, make_plugin
 from miles.types import Task
 

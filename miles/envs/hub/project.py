@@ -19,13 +19,13 @@ from miles.config import Config, build, read_toml
 from miles.envs.rewards import JudgeConfig
 from miles.envs.selection import SelectionConfig
 from miles.errors import ConfigError
+from miles.pythons import LEFT_OUT
 
 __all__ = ["EnvEntry", "LockEntry", "Project"]
 
 _HEAD = "# Written by `miles env add`, `lock` and `sync`. Commit it; do not edit it.\n\n"
 
 
-LEFT_OUT = ("__pycache__", ".git", ".venv", ".miles", "build", "dist", "*.egg-info", ".*_cache", "runs", "evals")
 """What of a folder is neither digested nor installed."""
 
 

@@ -88,6 +88,11 @@ class Recorder:
         named = self._by_token.get(str(message.get("turn_token")))
         return named if named in turns else turns[-1]
 
+    @property
+    def newest_main(self) -> Record | None:
+        """The newest turn of the main line."""
+        return self.records[self._newest_main] if self._newest_main is not None else None
+
     def turn_of(self, token: str) -> int | None:
         """The turn that a token of ours names."""
         return self._by_token.get(token)

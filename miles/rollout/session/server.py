@@ -1,8 +1,8 @@
 """The session server: one ASGI app in the rollout worker's event loop, private endpoints for episodes.
 
 Routes, per session, nothing else: `/s/{id}/v1/chat/completions`, `…/responses`, `…/messages`,
-`…/messages/count_tokens`, `…/models`, health probes; the same under `/v1/…` when the API key names the
-session. No request reaches an engine's own paths.
+`…/messages/count_tokens`, `…/models`, health probes, and `/s/{id}/mcp`, the environment's tools; the same under
+`/v1/…` when the API key names the session. No request reaches an engine's own paths.
 """
 
 import asyncio
@@ -14,13 +14,14 @@ import time
 import zlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from miles.errors import MilesError, SessionError
 from miles.rollout.engines.base import Engine
@@ -34,6 +35,9 @@ from miles.rollout.session.dialects.responses import ResponsesDialect
 from miles.rollout.session.session import ChatRequest, Completion, Flight, Model, Session
 from miles.rollout.web import served
 from miles.types import Limits
+
+if TYPE_CHECKING:
+    from miles.rollout.session.mcp import McpServer
 
 __all__ = ["SessionConfig", "SessionServer"]
 
@@ -61,6 +65,7 @@ class SessionServer:
         self._ended: dict[str, float] = {}
         self._next_sweep = 0.0
         self._serving = contextlib.AsyncExitStack()
+        self._mcp_server: McpServer | None = None
         self.url = ""
         self.app = Starlette(
             routes=self._routes(),
@@ -81,6 +86,8 @@ class SessionServer:
             "/responses/{response}": self._stored,
         }
         routes = [Route(path, _healthy) for path in ("/", "/health", "/api/hello", "/s/{session}")]
+        for path in ("/s/{session}/mcp", "/mcp"):
+            routes.append(Route(path, self._mcp, methods=["GET", "POST", "DELETE"]))
         routes += [Route("/s/{session}/api/hello", _healthy), Route("/openapi.json", _describe)]
         for base in ("/s/{session}/v1", "/s/{session}", "/v1", ""):
             routes += [Route(base + path, answer, methods=["POST"]) for path, answer in posts.items()]
@@ -106,14 +113,20 @@ class SessionServer:
         await self._serving.aclose()
 
     def open(
-        self, limits: Limits | None = None, *, canonicalisers: Sequence[str] = (), ttl_s: float | None = None
+        self,
+        limits: Limits | None = None,
+        *,
+        canonicalisers: Sequence[str] = (),
+        ttl_s: float | None = None,
+        **changes: Any,
     ) -> Session:
-        """A new session with its own key. `canonicalisers` are the harness's, after those of the config."""
+        """A new session with its own key. `canonicalisers` are the harness's, after those of the config, and `changes`
+        what it needs to be otherwise in the config."""
         self._forget_expired()
         session = Session(
             self._engine,
             self._rendering,
-            self.config,
+            self.config.model_copy(update=changes),
             limits=limits,
             max_tokens=self._max_tokens,
             canonicalisers=canonicalisers,
@@ -140,6 +153,10 @@ class SessionServer:
         """What a client takes as its OpenAI base URL; Anthropic's is the same without `/v1`."""
         return f"{self.url}/s/{session.id}/v1"
 
+    def room(self, session: Session) -> tuple[int, int]:
+        """(Tokens of prompt and answer, of an answer) that one call of the policy may have."""
+        return session.context_of(self._engine), self._max_tokens
+
     def _forget_expired(self) -> None:
         now = time.monotonic()
         if now < self._next_sweep:
@@ -161,6 +178,16 @@ class SessionServer:
         if not hmac.compare_digest(session.key.encode(), key.encode("utf-8", "replace")):
             raise SessionError("this key does not open this session", status=401, code="invalid_api_key")
         return session
+
+    async def _mcp(self, request: Request) -> ASGIApp:
+        """The tools of the session's environment; a session without any offers an empty list."""
+        session = self._find(request)
+        if self._mcp_server is None:  # the library takes a second to import, and few runs need it
+            from miles.rollout.session.mcp import McpServer
+
+            self._mcp_server = McpServer()
+            self._serving.push_async_callback(self._mcp_server.close)
+        return partial(self._mcp_server.answer, session.tools)
 
     async def _models(self, request: Request) -> Response:
         session = self._find(request)
@@ -187,16 +214,16 @@ class SessionServer:
         session = self._find(request)
         done = session.answer_of(request.path_params["response"].removeprefix("resp_"))
         asked = ChatRequest(messages=(), model="policy")
-        return _json_reply(RESPONSES.reply(done, asked, told_of_cut=self.config.report_truncation))
+        return _json_reply(RESPONSES.reply(done, asked, told_of_cut=session.config.report_truncation))
 
     async def _answer(self, dialect: Dialect, request: Request) -> Response:
         session, body = self._find(request), await self._json(request)
         try:
-            asked = _read(dialect, body, request, Wishes(refuse=self.config.wishes == "refuse"))
+            asked = _read(dialect, body, request, Wishes(refuse=session.config.wishes == "refuse"))
         except SessionError as error:
             session.count_refusal(error.code)
             raise
-        told = self.config.report_truncation
+        told = session.config.report_truncation
         with contextlib.ExitStack() as replying:
             replying.enter_context(session.replying())
             if not body.get("stream"):

@@ -15,10 +15,12 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from miles.errors import ConfigError, ContextOverflow, EngineError, SessionError
+from miles.harnesses.base import EnvTools, Progress
 from miles.registry import resolve
 from miles.rollout.engines.base import Engine
 from miles.rollout.rendering.rendering import ParsedMessage, Rendering
 from miles.rollout.session.config import SessionConfig
+from miles.rollout.session.matching import calls_of
 from miles.rollout.session.recorder import Match, Place, Recorder
 from miles.rollout.session.records import Ids, Record, first_tokens, packed
 from miles.rollout.session.values import ChatRequest, Completion, Flight, Model
@@ -27,6 +29,8 @@ from miles.types import Edge, Finish, Generated, GenerateRequest, Limits, Messag
 __all__ = ["ChatRequest", "Completion", "Flight", "Model", "Session"]
 
 _THREAD_ABOVE_CHARS = 4096
+_PASSING = ("rate_limit_exceeded", "session_ended")
+"""Refusals that say nothing of how an agent fares: it asks again, or nobody waits for it any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +72,9 @@ class Session:
         life_s = max(self.config.ttl_s, 1.1 * limits.wall_s if limits else 0.0) if ttl_s is None else ttl_s
         self.expires = time.monotonic() + life_s
         self.refused: dict[str, int] = {}
+        self.tools = EnvTools(None, ())
+        """What the environment offers over MCP."""
+        self._last_refusal = ""
         self.recorder = Recorder()
         names = (*self.config.canonicalisers, *canonicalisers)
         self._canonicalisers = [(name, resolve("canonicalisers", name)) for name in names]
@@ -352,6 +359,7 @@ class Session:
             **packed(generated),
         )
         self._sampled += len(generated.output_ids)
+        self._last_refusal = ""
         self.recorder.commit(record, plan.match, request.hints, plan.prompt)
         return turn
 
@@ -388,6 +396,8 @@ class Session:
     def count_refusal(self, code: str) -> None:
         """Note that a request was refused, for the report."""
         self.refused[code] = self.refused.get(code, 0) + 1
+        if code not in _PASSING:
+            self._last_refusal = code
 
     def _refuse(self, message: str, *, status: int = 400, code: str) -> None:
         self.count_refusal(code)
@@ -441,6 +451,12 @@ class Session:
         newest = next((record for record in reversed(answered) if record.line == "main"), answered[-1])
         messages = tuple(self.recorder.history(newest.id))
         return Transcript(messages=messages, final_text=newest.message.get("content") or "", turns=len(answered))
+
+    def progress(self) -> Progress:
+        """How far the agent has come, for whoever must tell how it ended."""
+        newest = self.recorder.newest_main
+        called = newest is not None and bool(calls_of(newest.message))
+        return Progress(turns=self.turns, refusal=self._last_refusal, open_calls=called)
 
     def report(self) -> dict[str, Any]:
         """Numbers for logs: turns, reuse of prefixes, forks and edits by cause, refusals."""

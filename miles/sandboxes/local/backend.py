@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Literal
 
 from miles.errors import SandboxCreateFailed, SandboxError, SandboxUnavailable
@@ -32,6 +33,11 @@ __all__ = ["LocalBackend"]
 # The init: reaps orphans, and ends with us; a command may kill its cat, but not itself.
 _READY = "printf ready; while :; do cat >/dev/null && exit; done"
 _NOBODY = 65534
+_PLACE = "/mnt"
+_SHOW = (
+    f"set -e; mount -t tmpfs -o mode=0755 miles {_PLACE}; n=0; left=$1; shift; while [ $n -lt $left ]; do "
+    f'mkdir {_PLACE}/$n; mount --bind "$1" {_PLACE}/$n; shift; n=$((n+1)); done; exec "$@"'
+)
 _SWITCHES = ("sys", "sysrq-trigger", "irq", "bus", "fs", "acpi", "scsi", "asound")
 _SECRETS: tuple[str, ...] = (
     "kcore",
@@ -79,6 +85,7 @@ class LocalBackend:
                 network_none=True,
                 limits=limits,
                 images=("rootfs", "snapshot") if os.geteuid() == 0 else ("snapshot",),  # an image's files are root's
+                mounts=True,
                 snapshot=True,
                 notes=notes,
             )
@@ -167,9 +174,12 @@ class LocalBackend:
                 _write_all(fd, data)
                 os.lseek(fd, 0, os.SEEK_SET)
             group = make_cgroup(self._cgroups, name, spec.resources) if self._cgroups else None
+            before, binds = self._shown(spec.mounts, root)
             argv = [
+                *before,
                 *self._as_user(root),
                 *self._bwrap_argv(spec, dict(zip(contents, files, strict=True)), root, writable),
+                *binds,
                 "--info-fd",
                 str(write_end),
                 "/bin/sh",
@@ -221,6 +231,24 @@ class LocalBackend:
         drop = [f"--reuid={_NOBODY}", f"--regid={_NOBODY}", "--clear-groups"]
         return [self._setpriv, "--no-new-privs", *(drop if self._drops and not root.lowers else [])]
 
+    def _shown(self, mounts: Mapping[str, Path], root: Root) -> tuple[list[str], list[str]]:
+        """(What goes before bwrap, arguments of bwrap) so that folders of this host are seen inside.
+
+        Nobody, whose the sandbox is, may not walk to every folder of root's: those are bound to a place where everyone
+        may go, in a mount namespace that ends with the sandbox. SandboxError for a folder that is not there.
+        """
+        folders = {path: folder.resolve() for path, folder in sorted(mounts.items())}
+        for folder in folders.values():
+            if not folder.is_dir():
+                raise SandboxError(f"{folder} cannot be shown to a sandbox: there is no such folder")
+        hidden = self._drops and not root.lowers and not all(map(_open_to_all, folders.values()))
+        if not hidden:
+            return [], [word for path, folder in folders.items() for word in ("--ro-bind", str(folder), path)]
+        words = ["unshare", "--mount", "--propagation", "private", "/bin/sh", "-c", _SHOW, "sh", str(len(folders))]
+        places = [(f"{_PLACE}/{number}", path) for number, path in enumerate(folders)]
+        binds = [word for place, path in places for word in ("--ro-bind", place, path)]
+        return [*words, *map(str, folders.values())], binds
+
     def _bwrap_argv(
         self, spec: SandboxSpec, files: Mapping[str, int], root: Root, writable: Writable | None
     ) -> list[str]:
@@ -251,6 +279,10 @@ class LocalBackend:
         for path in ("/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime"):
             argv += ["--ro-bind-try", path, path]
         return [*argv, "--size", size, "--tmpfs", "/tmp", "--size", size, "--tmpfs", spec.workdir]
+
+
+def _open_to_all(folder: Path) -> bool:
+    return all(path.stat().st_mode & 0o001 for path in (folder, *folder.parents))
 
 
 def _compiled() -> bytes:

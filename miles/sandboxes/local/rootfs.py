@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from miles.errors import SandboxError
+from miles.places import miles_home
 from miles.processes import scratch_folder
 from miles.sandboxes.base import Image
 
@@ -66,8 +67,7 @@ def _delete(folder: Path) -> None:
 
 def cache() -> Path:
     """Where unpacked images are kept."""
-    home = os.environ.get("MILES_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "miles"
-    return Path(home) / "rootfs"
+    return miles_home() / "rootfs"
 
 
 def root_of(image: Image | None) -> Root:

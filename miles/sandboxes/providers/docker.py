@@ -87,6 +87,7 @@ class DockerBackend(Provider):
             images=("ref", "dockerfile", "snapshot"),
             users=True,
             snapshot=True,
+            mounts=True,
             ttl=True,
             notes=tuple(notes),
         )
@@ -146,6 +147,7 @@ class DockerBackend(Provider):
             "Memory": resources.memory_mib << 20,
             "MemorySwap": resources.memory_mib << 20,
             "PidsLimit": resources.pids,
+            "Binds": [f"{folder.resolve()}:{path}:ro" for path, folder in spec.mounts.items()],
             "NanoCpus": int(resources.cpus * 1e9),
             "CapDrop": ["ALL"],
             "CapAdd": list(_KEPT),

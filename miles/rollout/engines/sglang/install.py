@@ -1,9 +1,6 @@
 """`miles engine install sglang`: an environment of its own, since SGLang pins torch, transformers and openai."""
 
-import contextlib
-import fcntl
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -11,19 +8,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from miles.errors import ConfigError, EngineError
+from miles.places import alone, miles_home
 from miles.rollout.engines.sglang.process import STAND_INS, has_gpu
 
-__all__ = ["RELEASE", "default_python", "install", "miles_home"]
+__all__ = ["RELEASE", "default_python", "install"]
 
 RELEASE = "0.5.17"
 """The release that is installed when none is asked for: the newest one that was run on CPUs and on GPUs."""
-
-
-def miles_home() -> Path:
-    """Where Miles keeps what is made once for a user: $MILES_HOME, else the cache folder."""
-    if home := os.environ.get("MILES_HOME"):
-        return Path(home).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "miles"
 
 
 def default_python(home: Path | None = None) -> Path:
@@ -63,7 +54,7 @@ def install(
         raise ConfigError(f"on a CPU only SGLang {RELEASE} is known to run")
     folder = (home or miles_home()) / "engines" / f"sglang-{release}-{'cpu' if cpu else 'gpu'}"
     done = folder / "installed.json"
-    with _alone(folder):
+    with alone(folder):
         if done.is_file():
             tell(f"SGLang {release} is in {folder}")
             return folder
@@ -100,11 +91,3 @@ def _run(command: list[str], tell: Callable[[str], None]) -> None:
     if done.returncode:
         tail = "\n".join(done.stdout.splitlines()[-15:])
         raise EngineError(f"SGLang could not be installed; `{command[0]} {command[2]}` said:\n{tail}")
-
-
-@contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with (folder.parent / f"{folder.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from miles.errors import ConfigError
+from miles.places import miles_home
 from miles.processes import owner_tag, process_tag
 from miles.rollout.engines.sglang.config import SGLangConfig
 from miles.rollout.engines.sglang.gateway import Gateway
-from miles.rollout.engines.sglang.install import default_python, miles_home
+from miles.rollout.engines.sglang.install import default_python
 from miles.rollout.engines.sglang.process import has_gpu, server_arguments
 from miles.rollout.web import served
 

