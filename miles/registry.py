@@ -27,7 +27,6 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "claude-code": "miles.harnesses.programs:claude_code",
         "cline": "miles.harnesses.programs:cline",
         "codex": "miles.harnesses.programs:codex",
-        "gemini": "miles.harnesses.programs:gemini",
         "kimi-code": "miles.harnesses.programs:kimi_code",
         "mini-swe-agent": "miles.harnesses.programs:mini_swe_agent",
         "opencode": "miles.harnesses.programs:opencode",

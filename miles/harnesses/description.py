@@ -99,11 +99,15 @@ class Trial(Config):
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Its arguments, with `$command`."""
     text: str = ""
-    """For programs without tools: what the model writes to have `$command` run."""
+    """For programs without tools: what the model writes to have `$command` run (`${line_json}`: with its Enter)."""
+    script: tuple[str, ...] = ()
+    """For programs that run no commands: what the model says to solve the task `python-sum-range`."""
     finish: str | dict[str, Any] = "The task is done."
     """The last answer: a text, or {tool, arguments}."""
     env_tool: str = "mcp__env__$tool"
     """The name under which the model sees a tool of the environment."""
+    env_arguments: dict[str, Any] = Field(default_factory=dict)
+    """What it wants in the arguments of every tool besides."""
 
 
 class Description(Config):
@@ -190,8 +194,9 @@ def _texts(values: Mapping[str, Any]) -> dict[str, str]:
 
 def describe(path: Path) -> Description:
     """Read a `harness.toml`; ConfigError names the file and every key that is wrong."""
+    told = read_toml(path)
     try:
-        return build(Description, read_toml(path))
+        return build(Description, told)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error.message}") from error
 

@@ -107,7 +107,8 @@ def _made(name: str, description: Description, folder: Path, tell: Tell) -> Inst
         _run([*pip, *wanted.pip], description.title)
         # Sandboxes cannot write here, so what is not compiled now would be compiled in every episode.
         inside = str(folder / "venv/bin/python")
-        subprocess.run([inside, "-m", "compileall", "-q", "-j", "0", str(folder / "venv/lib")], check=False)
+        compiling = [inside, "-m", "compileall", "-q", "-j", "0", str(folder / "venv/lib")]
+        subprocess.run(compiling, check=False, capture_output=True)  # some packages ship files of other Pythons
         base = Path(_run([inside, "-c", "import sys; print(sys.base_prefix)"], "Python"))
         if base != Path("/usr"):  # which every sandbox on this host has
             mounts[str(base)] = base

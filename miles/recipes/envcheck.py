@@ -276,7 +276,8 @@ async def check_env(taskset: Taskset, *, tasks: int = 3, backend: str = "local",
         stack.push_async_callback(taskset.close)
         pool = SandboxPool(make_backend(config), config)
         stack.push_async_callback(pool.close)
-        chosen = list(taskset.tasks("train")[:tasks])
+        both = [*taskset.tasks("train"), *taskset.tasks("test")]
+        chosen = list({task.id: task for task in both}.values())[:tasks]
         if any(taskset.sandbox(task) is not None for task in chosen):
             await pool.start()
         checked = _Checked(taskset, chosen, pool, backend)

@@ -35,6 +35,7 @@ Reply = str | Mapping[str, Any]
 _ANSWER = "<|im_start|>assistant"
 _TASK = "python-sum-range"
 _LOOK = "cat total.py"
+_MEND = 'python3 -c \'f = open("total.py", "r+"); t = f.read().replace("last)", "last + 1)"); f.seek(0); f.write(t)\''
 
 
 @dataclass
@@ -94,7 +95,7 @@ class Player:
             return _call(self.trial.tool, _filled(self.trial.arguments, reply["run"]))
         if "act" in reply:
             name = Template(self.trial.env_tool).substitute(tool="act")
-            return _call(name, {"action": reply["act"]})
+            return _call(name, {"action": reply["act"], **self.trial.env_arguments})
         return _call(reply["tool"], reply.get("arguments", {}))
 
     def finish(self) -> Reply:
@@ -107,12 +108,18 @@ def _call(name: str, arguments: Any) -> str:
 
 def _filled(value: Any, command: str) -> Any:
     if isinstance(value, str):
-        return Template(value).safe_substitute(command=command, command_json=json.dumps(command))
+        return Template(value).safe_substitute(
+            command=command, command_json=json.dumps(command), line_json=json.dumps(command + "\n")
+        )
     if isinstance(value, dict):
         return {key: _filled(item, command) for key, item in value.items()}
     if isinstance(value, list):
         return [_filled(item, command) for item in value]
     return value
+
+
+class _LeftOut(Exception):
+    """The check does not apply to this program."""
 
 
 class Bench:
@@ -151,10 +158,11 @@ class Bench:
 
     def solving(self, **more: Any) -> Player:
         """Looks, does two things at once, mends the file, tries it, and finishes."""
+        if self.trial.script:
+            return self.player(*self.trial.script, **more)
         both = [{"run": "ls"}, {"run": "pwd"}]
         looks: list[Reply] = [{"run": _LOOK}, {"all": both} if self.trial.tool else both[0]]
-        mend = "sed -i 's/range(first, last)/range(first, last + 1)/' total.py"
-        return self.player(*looks, {"run": mend}, {"run": "python3 total.py 3 5"}, **more)
+        return self.player(*looks, {"run": _MEND}, {"run": "python3 total.py 3 5"}, **more)
 
 
 def exact(tree: Tree, player: Player) -> None:
@@ -192,8 +200,14 @@ async def _solves(bench: Bench) -> str:
     return f"{lines.count('main')} turns, {len(lines) - lines.count('main')} beside, {episode.timings['agent']:.1f} s"
 
 
+def _runs_commands(bench: Bench) -> None:
+    if bench.trial.script:
+        raise _LeftOut("it runs no commands")
+
+
 async def _fails(bench: Bench) -> str:
     """An agent that changes nothing scores nothing."""
+    _runs_commands(bench)
     episode = await bench.play(bench.player({"run": _LOOK}))
     _must(isinstance(episode.outcome, Scored) and episode.outcome.reward == 0.0, _ended(episode))
     return "reward 0"
@@ -201,6 +215,7 @@ async def _fails(bench: Bench) -> str:
 
 async def _plays(bench: Bench) -> str:
     """The environment's own actions reach it."""
+    _runs_commands(bench)
     taskset = GuessNumberTaskset(GuessNumberConfig(count=4))
     task = taskset.tasks("train")[0]
     secret = task.data["secret"]
@@ -221,7 +236,7 @@ async def _stumbles(bench: Bench) -> str:
     """A model call that fails twice with a 5xx is asked again, and sampled once."""
 
     async def before(number: int) -> None:
-        if number in (1, 2):
+        if number - (not bench.trial.script) in (0, 1):  # the first call of one that makes but one
             raise EngineError("the engine stumbled, as it was asked to")
 
     episode = await bench.play(bench.solving(before=before))
@@ -233,7 +248,7 @@ async def _waits(bench: Bench) -> str:
     """A slow engine is waited for, and its answer is sampled once."""
 
     async def before(number: int) -> None:
-        await asyncio.sleep(8.0 if number == 1 else 0.0)
+        await asyncio.sleep(8.0 if number == (not bench.trial.script) else 0.0)
 
     episode = await bench.play(bench.solving(before=before))
     _must(episode.outcome == Scored(reward=1.0, parts={"checks": 1.0}), _ended(episode))
@@ -242,6 +257,7 @@ async def _waits(bench: Bench) -> str:
 
 async def _overflows(bench: Bench) -> str:
     """A full context ends as the policy's own fault or is got over; never as an infrastructure failure."""
+    _runs_commands(bench)
     first = bench.episodes[0].tree.turns
     room = max(len(turn.prompt_ids) for turn in first) + 6_000
     flood: list[Reply] = [{"run": "head -c 3000 /dev/zero | tr '\\0' x"}] * 12
@@ -252,6 +268,7 @@ async def _overflows(bench: Bench) -> str:
 
 async def _is_ended(bench: Bench) -> str:
     """At the deadline the program and all that it started is ended, and what it did is scored as it stands."""
+    _runs_commands(bench)
     config = EpisodeConfig(wall_s=60.0, agent_s=bench.episodes[0].timings["agent"] + 6.0, turns=64, tokens=1 << 18)
     episode = await bench.play(bench.player({"run": "sleep 300"}), config=config)
     _must(isinstance(episode.outcome, Scored | Faulted), _ended(episode))
@@ -330,6 +347,8 @@ def _kept(episode: Episode) -> dict[str, Any]:
 async def _tried(check: Callable[[Bench], Awaitable[str]], bench: Bench) -> tuple[str, str]:
     try:
         return "ok", await check(bench)
+    except _LeftOut as reason:
+        return "left out", str(reason)
     except (AssertionError, HarnessError) as wrong:
         return "FAILED", str(wrong)
     except MilesError as error:

@@ -89,6 +89,7 @@ async def files(bench: Bench) -> None:
     """Those of the spec are there first; others are read and written exactly; what is missing is told."""
     async with bench.sandbox(files={"/workspace/note": b"key 42", "/workspace/deep/er": b"\xff\x00"}) as machine:
         first = await machine.exec("cat note; pwd")
+        expect((await machine.exec(["env"])).text.splitlines().count("PWD=/workspace") == 1, "PWD is another folder")
         expect(first.text.startswith("key 42") and first.text.rstrip().endswith("/workspace"), first)
         expect(await machine.read("/workspace/deep/er") == b"\xff\x00")
         await machine.write("/tmp/new/file", b"\x00\xff" * 5000)

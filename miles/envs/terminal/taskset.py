@@ -160,8 +160,9 @@ class TerminalEnv(BaseEnv):
 def _all() -> dict[str, TerminalTask]:
     found = {}
     for path in sorted((_HERE / "tasks").glob("*.toml")):
+        told = read_toml(path)
         try:
-            found[path.stem] = build(TerminalTask, read_toml(path))
+            found[path.stem] = build(TerminalTask, told)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error.message}") from error
     return found

@@ -361,8 +361,9 @@ class MachineSandbox:
         return channel
 
     def _settings(self, cwd: str | None, env: Mapping[str, str] | None) -> dict[str, Any]:
-        facts = {"cwd": cwd or self._spec.workdir, "env": {**self._machine.env, **self._spec.env, **(env or {})}}
-        return {**facts, "user": self._spec.user or None}
+        folder = cwd or self._spec.workdir  # programs believe PWD, and what leads in has this host's
+        told = {**self._machine.env, **self._spec.env, "PWD": folder, **(env or {})}
+        return {"cwd": folder, "env": told, "user": self._spec.user or None}
 
 
 def _argv(command: str | Sequence[str]) -> list[str]:
