@@ -25,9 +25,10 @@ from miles.rollout.engines.scripted import ScriptedEngine
 from miles.rollout.episode import AgentGenerate, EpisodeConfig, EpisodeRunner, Job
 from miles.rollout.rendering.rendering import Rendering
 from miles.rollout.session.server import SessionConfig, SessionServer
+from miles.rollout.session.session import Session
 from miles.rollout.session.stability import Stability, stability
 from miles.sandboxes.pool import SandboxConfig, SandboxPool, make_backend
-from miles.types import Discarded, Edge, Episode, Faulted, GenerateRequest, Scored, Tree
+from miles.types import Discarded, Edge, Episode, Faulted, Finish, Generated, GenerateRequest, Scored, Tree
 
 __all__ = ["CHECKS", "Bench", "Player", "check_harness"]
 
@@ -48,9 +49,13 @@ class Player:
 
     trial: Trial
     scripts: Mapping[str, Sequence[Reply]]
-    aside: str = "A title"
+    aside: str = "What was said so far, in short."
     before: Callable[[int], Awaitable[None]] | None = None
     """Awaited before the n-th call (from 0) is answered; may raise."""
+    tails: Mapping[str, Reply] = field(default_factory=dict)
+    """Replies to whatever was said since the last answer, by a text of it; they come before the scripts."""
+    cut: Sequence[int] = ()
+    """Calls whose answer breaks off in the middle."""
     rendering: Rendering = field(default_factory=tiny_rendering)
     asked: list[tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
     """(Prompt, answer) of every call, in ids."""
@@ -61,7 +66,7 @@ class Player:
         self._calls = 0
         return ScriptedEngine(self._answer, context_length=context)
 
-    async def _answer(self, request: GenerateRequest) -> list[int]:
+    async def _answer(self, request: GenerateRequest) -> list[int] | Generated:
         number, self._calls = self._calls, self._calls + 1
         if self.before is not None:
             await self.before(number)
@@ -69,11 +74,17 @@ class Player:
         text = self.text(tokenizer.decode(list(request.prompt_ids)), request.session)
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
         ids.append(tokenizer.convert_tokens_to_ids("<|im_end|>"))
+        if number in self.cut:
+            ids = ids[: len(ids) // 2]
         self.asked.append((tuple(request.prompt_ids), tuple(ids)))
-        return ids
+        return _broken_off(ids) if number in self.cut else ids
 
     def text(self, prompt: str, session: str) -> str:
         """What the model says after this prompt."""
+        since = prompt.rpartition(f"{_ANSWER}\n")[0].rpartition(_ANSWER)[2]
+        for mark, reply in self.tails.items():
+            if mark in since:
+                return self.spoken(reply)
         if self.trial.tool and "<tools>" not in prompt:
             return self.aside
         head, count = prompt.partition(_ANSWER)[0], prompt.count(_ANSWER)
@@ -102,6 +113,11 @@ class Player:
         return self.trial.finish
 
 
+def _broken_off(ids: list[int]) -> Generated:
+    logprobs = tuple(-1.0 / (1 + place) for place in range(len(ids)))
+    return Generated(output_ids=tuple(ids), logprobs=logprobs, versions=(0,) * len(ids), finish=Finish.ABORT)
+
+
 def _call(name: str, arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
@@ -118,6 +134,18 @@ def _filled(value: Any, command: str) -> Any:
     return value
 
 
+class _Server(SessionServer):
+    """Remembers its sessions."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.opened: list[Session] = []
+
+    def open(self, *args: Any, **settings: Any) -> Session:
+        self.opened.append(super().open(*args, **settings))
+        return self.opened[-1]
+
+
 class _LeftOut(Exception):
     """The check does not apply to this program."""
 
@@ -128,6 +156,7 @@ class Bench:
     def __init__(self, harness: Harness, trial: Trial, pool: SandboxPool, wall_s: float = 180.0) -> None:
         self.harness, self.trial, self.pool, self.wall_s = harness, trial, pool, wall_s
         self.episodes: list[Episode] = []
+        self.sessions: list[Session] = []
 
     async def play(
         self,
@@ -144,11 +173,13 @@ class Bench:
         taskset = taskset or TerminalTaskset()
         task = next(task for split in ("train", "test") for task in taskset.tasks(split) if task.id == task_id)
         config = config or EpisodeConfig(wall_s=self.wall_s, agent_s=self.wall_s - 30, turns=64, tokens=1 << 18)
-        async with SessionServer(
+        server = _Server(
             player.engine(context=context), player.rendering, session or SessionConfig(), max_tokens=max_tokens
-        ) as server:
+        )
+        async with server:
             runner = EpisodeRunner(taskset, server, self.pool, AgentGenerate(self.harness), config)
             episode = await runner.run(Job(task=task, group_id="check"))
+        self.sessions += server.opened
         exact(episode.tree, player)
         self.episodes.append(episode)
         return episode
@@ -255,6 +286,17 @@ async def _waits(bench: Bench) -> str:
     return "solved after 8 s of silence"
 
 
+async def _is_cut(bench: Bench) -> str:
+    """An answer that breaks off in mid-stream is asked for again; what came of it is not trained."""
+    episode = await bench.play(bench.solving(cut=[0]))
+    if episode.outcome.kind == "discarded" and getattr(episode.outcome, "reason", "") == "engine":
+        return "it gives up, and the episode is discarded"
+    _must(episode.outcome == Scored(reward=1.0, parts={"checks": 1.0}), _ended(episode))
+    broken = [turn for turn in episode.tree.turns if turn.finish is Finish.ABORT]
+    _must(len(broken) == 1 and not broken[0].trainable, f"{len(broken)} broken turns, trained or not as they were")
+    return "solved, the broken turn is kept and not trained"
+
+
 async def _overflows(bench: Bench) -> str:
     """A full context ends as the policy's own fault or is got over; never as an infrastructure failure."""
     _runs_commands(bench)
@@ -263,16 +305,21 @@ async def _overflows(bench: Bench) -> str:
     flood: list[Reply] = [{"run": "head -c 3000 /dev/zero | tr '\\0' x"}] * 12
     episode = await bench.play(bench.player(*flood), context=room)
     _must(not isinstance(episode.outcome, Discarded), _ended(episode))
-    return f"{episode.outcome.kind} {getattr(episode.outcome, 'reason', '')}".strip()
+    refused = bench.sessions[-1].refused.get("context_length_exceeded", 0)
+    began_anew = any(turn.edge is Edge.COMPACTION_REQUEST for turn in episode.tree.turns)
+    _must(bool(refused) or began_anew, f"the context of {room} tokens was never full")
+    return f"refused {refused} times, " + ("summed up and went on" if began_anew else "ended")
 
 
 async def _is_ended(bench: Bench) -> str:
     """At the deadline the program and all that it started is ended, and what it did is scored as it stands."""
     _runs_commands(bench)
     config = EpisodeConfig(wall_s=60.0, agent_s=bench.episodes[0].timings["agent"] + 6.0, turns=64, tokens=1 << 18)
-    episode = await bench.play(bench.player({"run": "sleep 300"}), config=config)
+    episode = await bench.play(bench.player({"run": "python3 -c 'import time; time.sleep(300)'"}), config=config)
     _must(isinstance(episode.outcome, Scored | Faulted), _ended(episode))
-    _must(episode.timings["agent"] < config.agent_s + 5.0, f"it went on for {episode.timings['agent']:.1f} s")
+    took = episode.timings["agent"]
+    _must(config.agent_s - 3.0 < took < config.agent_s + 5.0, f"it ended after {took:.1f} s of {config.agent_s:.1f}")
+    _must(not bench.pool.metrics()["sandbox/alive"], "its sandbox is still there")
     return f"ended after {episode.timings['agent']:.1f} s"
 
 
@@ -282,6 +329,7 @@ CHECKS: dict[str, Callable[[Bench], Awaitable[str]]] = {
     "acts in an environment": _plays,
     "gets over a failing engine": _stumbles,
     "waits for a slow engine": _waits,
+    "asks again when a stream breaks off": _is_cut,
     "a full context": _overflows,
     "ends at the deadline": _is_ended,
 }
@@ -353,8 +401,3 @@ async def _tried(check: Callable[[Bench], Awaitable[str]], bench: Bench) -> tupl
         return "FAILED", str(wrong)
     except MilesError as error:
         return "FAILED", f"{type(error).__name__}: {error}"
-
-
-def edges(tree: Tree) -> list[Edge]:
-    """How the turns came to be, in order."""
-    return [turn.edge for turn in tree.turns]

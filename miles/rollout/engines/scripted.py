@@ -62,14 +62,12 @@ class ScriptedEngine:
         if isinstance(reply, Exception):
             raise reply
         if isinstance(reply, Generated):
+            await _tell(reply.output_ids, on_tokens)
             return reply
         ids = self._ids(reply)
         finish = Finish.STOP if len(ids) <= request.max_tokens else Finish.LENGTH
         ids = ids[: request.max_tokens]
-        if on_tokens is not None:
-            for end in range(1, len(ids) + 1):
-                on_tokens(tuple(ids[:end]))
-                await asyncio.sleep(0)
+        await _tell(ids, on_tokens)
         logprobs = tuple(-1.0 / (1 + place) for place in range(len(ids)))
         return Generated(output_ids=tuple(ids), logprobs=logprobs, versions=(version,) * len(ids), finish=finish)
 
@@ -102,3 +100,10 @@ class ScriptedEngine:
 
     async def close(self) -> None:
         return None
+
+
+async def _tell(ids: Sequence[int], on_tokens: OnTokens | None) -> None:
+    if on_tokens is not None:
+        for end in range(1, len(ids) + 1):
+            on_tokens(tuple(ids[:end]))
+            await asyncio.sleep(0)

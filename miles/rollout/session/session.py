@@ -260,6 +260,7 @@ class Session:
             generated, parsed = first_tokens(generated, count), parsed.cut(stop)
         turn = self._commit(plan, generated, parsed, request, flight, stop)
         if generated.finish is Finish.ABORT:
+            self._failed[key] = (plan.place.line, "the engine broke a generation off, and it was not asked for again")
             raise SessionError("the engine aborted the generation; send the request again", status=503, code="aborted")
         return self._completion(turn)
 
