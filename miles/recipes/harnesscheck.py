@@ -50,8 +50,8 @@ class Player:
     trial: Trial
     scripts: Mapping[str, Sequence[Reply]]
     aside: str = "What was said so far, in short."
-    before: Callable[[int], Awaitable[None]] | None = None
-    """Awaited before the n-th call (from 0) is answered; may raise."""
+    before: Callable[[int, str], Awaitable[None]] | None = None
+    """Awaited before the n-th call (from 0) with this prompt is answered; may raise."""
     tails: Mapping[str, Reply] = field(default_factory=dict)
     """Replies to whatever was said since the last answer, by a text of it; they come before the scripts."""
     cut: Sequence[int] = ()
@@ -68,10 +68,11 @@ class Player:
 
     async def _answer(self, request: GenerateRequest) -> list[int] | Generated:
         number, self._calls = self._calls, self._calls + 1
-        if self.before is not None:
-            await self.before(number)
         tokenizer = self.rendering.tokenizer
-        text = self.text(tokenizer.decode(list(request.prompt_ids)), request.session)
+        prompt = tokenizer.decode(list(request.prompt_ids))
+        if self.before is not None:
+            await self.before(number, prompt)
+        text = self.text(prompt, request.session)
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
         ids.append(tokenizer.convert_tokens_to_ids("<|im_end|>"))
         if number in self.cut:
@@ -266,7 +267,7 @@ def _takes_mcp(harness: Harness) -> bool:
 async def _stumbles(bench: Bench) -> str:
     """A model call that fails twice with a 5xx is asked again, and sampled once."""
 
-    async def before(number: int) -> None:
+    async def before(number: int, prompt: str) -> None:
         if number - (not bench.trial.script) in (0, 1):  # the first call of one that makes but one
             raise EngineError("the engine stumbled, as it was asked to")
 
@@ -278,7 +279,7 @@ async def _stumbles(bench: Bench) -> str:
 async def _waits(bench: Bench) -> str:
     """A slow engine is waited for, and its answer is sampled once."""
 
-    async def before(number: int) -> None:
+    async def before(number: int, prompt: str) -> None:
         await asyncio.sleep(8.0 if number == (not bench.trial.script) else 0.0)
 
     episode = await bench.play(bench.solving(before=before))

@@ -9,7 +9,7 @@ import pytest
 from miles.envs.base import ACT_TOOL
 from miles.envs.toy import GuessNumberTaskset
 from miles.errors import ConfigError, EngineError, EngineLost, HarnessError, SandboxLost
-from miles.harnesses.base import AgentContext, Endpoint, FunctionHarness, as_harness
+from miles.harnesses.base import AgentContext, Endpoint, EnvTools, FunctionHarness, as_harness
 from miles.harnesses.react import ReactConfig, ReactHarness
 from miles.sandboxes.base import SandboxSpec
 from miles.sandboxes.local.backend import LocalBackend
@@ -36,10 +36,12 @@ async def play(serve, engine_of):  # noqa: F811
         harness = ReactHarness(config)
         async with serve(engine_of(script)) as server:
             session = server.open(limits)
+            observation = replace(await env.reset(), tools=TOOLS[tools])
             context = AgentContext(
                 task=env.task,
                 env=env,
-                observation=replace(await env.reset(), tools=TOOLS[tools]),
+                observation=observation,
+                tools=EnvTools(env, observation.tools),
                 sandbox=sandbox,
                 endpoint=Endpoint(base_url=server.base_url(session), api_key=session.key),
                 deadline=time.monotonic() + 20,
