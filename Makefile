@@ -18,10 +18,10 @@ test-all: $(VENV)/.installed
 	$(BIN)/python -m pytest -q
 
 check: $(VENV)/.installed
-	$(BIN)/ruff check miles tests benchmarks scripts
-	$(BIN)/ruff format --check miles tests benchmarks scripts
+	$(BIN)/ruff check miles tests benchmarks scripts examples
+	$(BIN)/ruff format --check miles tests benchmarks scripts examples
 	$(BIN)/mypy
-	$(BIN)/mypy --strict benchmarks scripts
+	$(BIN)/mypy --strict benchmarks scripts examples
 	$(BIN)/lint-imports
 
 bench: $(VENV)/.installed

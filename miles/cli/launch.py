@@ -11,7 +11,7 @@ from miles.config import apply_overrides, build, dump_toml, read_toml
 from miles.errors import ConfigError
 from miles.recipes.compose import check_plugins, resume
 from miles.recipes.compose import launch as launch_run
-from miles.recipes.config import RunConfig, is_offline, recipe_path
+from miles.recipes.config import RunConfig, is_offline, recipe_path, smoked
 from miles.recipes.offline import OfflineRun, check, launch_offline, resume_offline
 from miles.recipes.placement import place
 from miles.runs import RunFolder
@@ -33,6 +33,7 @@ def launch(options: argparse.Namespace) -> int:
     elif options.recipe is not None and "=" not in options.recipe:
         folder, overrides = None, options.overrides
         data = read_toml(recipe_path(options.recipe))
+        data = smoked(data) if options.smoke else data
     else:
         raise ConfigError("which recipe? `miles recipe list` shows them")
     config: RunConfig | OfflineRun

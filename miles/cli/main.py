@@ -28,6 +28,7 @@ def parser() -> argparse.ArgumentParser:
     launch.add_argument("recipe", nargs="?", help="name of a recipe, or a .toml file")
     launch.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the recipe's")
     launch.add_argument("--resume", metavar="RUN", type=Path, help="go on with a run; settings may follow")
+    launch.add_argument("--smoke", action="store_true", help="the recipe's small version, for this machine")
     launch.add_argument("--dry-run", action="store_true", help="print the resolved recipe and stop")
     launch.add_argument("--plain", action="store_true", help="plain lines even on a terminal")
     launch.set_defaults(call="miles.cli.launch:launch")

@@ -22,7 +22,7 @@ from miles.trainer.loop import TrainConfig
 from miles.trainer.publish import PublishConfig
 from miles.trainer.trainer import TrainerConfig
 
-__all__ = ["Recipe", "RunConfig", "is_offline", "list_recipes", "load_recipe", "recipe_path"]
+__all__ = ["Recipe", "RunConfig", "is_offline", "list_recipes", "load_recipe", "recipe_path", "smoked"]
 
 _HERE = Path(__file__).parent
 
@@ -120,6 +120,8 @@ class Recipe(Config):
     """The run itself."""
     model: ModelSection
     """First weights."""
+    smoke: dict[str, Any] = Field(default_factory=dict)
+    """Sections that `--smoke` puts in the place of those of the same name: the same run, small enough for a laptop."""
 
 
 class RunConfig(Recipe):
@@ -197,6 +199,14 @@ def recipe_path(name: str) -> Path:
         known = ", ".join(recipe for recipe, _ in list_recipes())
         raise ConfigError(f"unknown recipe {name!r}; known: {known}; or give a path that ends in .toml")
     return built_in
+
+
+def smoked(data: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe's data with the sections of its smoke test; ConfigError where it has none."""
+    small = data.get("smoke")
+    if not small:
+        raise ConfigError(f"recipe {data.get('name', '')!r} has no [smoke] sections: run it as it is, or write them")
+    return {**data, **small}
 
 
 def is_offline(data: Mapping[str, Any]) -> bool:

@@ -167,14 +167,15 @@ async def playing(
         engine, rendering = model or await _model(config, logs)
         stack.push_async_callback(engine.close)
         await engine.start()
+        harness = config.harness
+        generate = await generate_for(taskset, config.generation, harness.name, harness.settings, stack)
         pool = SandboxPool(make_backend(config.sandbox), config.sandbox)
         stack.push_async_callback(pool.close)
-        if any(taskset.sandbox(task) is not None for task in taskset.tasks(config.split)[: config.tasks]):
+        tasks = taskset.tasks(config.split)[: config.tasks]
+        if getattr(generate, "makes_machines", False) or any(taskset.sandbox(task) is not None for task in tasks):
             await pool.start()
         server = SessionServer(engine, rendering, config.session, max_tokens=config.sampling.max_tokens)
         await stack.enter_async_context(server)
-        harness = config.harness
-        generate = await generate_for(taskset, config.generation, harness.name, harness.settings, stack)
         yield EpisodeRunner(taskset, server, pool, generate, config.episode)
 
 

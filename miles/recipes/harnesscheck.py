@@ -34,6 +34,7 @@ __all__ = ["CHECKS", "Bench", "Player", "check_harness"]
 
 Reply = str | Mapping[str, Any]
 _ANSWER = "<|im_start|>assistant"
+_OURS = Trial(tool="shell", arguments={"command": "$command"}, env_tool="$tool")
 _TASK = "python-sum-range"
 _LOOK = "cat total.py"
 _MEND = 'python3 -c \'f = open("total.py", "r+"); t = f.read().replace("last)", "last + 1)"); f.seek(0); f.write(t)\''
@@ -95,8 +96,8 @@ class Player:
         return self.spoken(replies[min(max(0, place), len(replies) - 1)])
 
     def spoken(self, reply: Reply) -> str:
-        """A reply as the model writes it. `{"run": COMMAND}` is a command in the program's shell, `{"act": …}` the
-        environment's tool, `{"all": […]}` several calls at once."""
+        """A reply as the model writes it. `{"run": COMMAND}` is a command in the program's shell, `{"env": TOOL,
+        "arguments": …}` a tool of the environment, `{"act": ACTION}` its `act`, `{"all": […]}` several at once."""
         if isinstance(reply, str):
             return reply
         if "all" in reply:
@@ -106,8 +107,10 @@ class Player:
                 return str(_filled(self.trial.text, reply["run"]))
             return _call(self.trial.tool, _filled(self.trial.arguments, reply["run"]))
         if "act" in reply:
-            name = Template(self.trial.env_tool).substitute(tool="act")
-            return _call(name, {"action": reply["act"], **self.trial.env_arguments})
+            reply = {"env": "act", "arguments": {"action": reply["act"]}}
+        if "env" in reply:
+            name = Template(self.trial.env_tool).substitute(tool=reply["env"])
+            return _call(name, {**reply["arguments"], **self.trial.env_arguments})
         return _call(reply["tool"], reply.get("arguments", {}))
 
     def finish(self) -> Reply:
@@ -252,16 +255,17 @@ async def _plays(bench: Bench) -> str:
     task = taskset.tasks("train")[0]
     secret = task.data["secret"]
     replies: list[Reply] = [{"act": str(guess)} for guess in (secret - 1, secret)]
-    if not _takes_mcp(bench.harness):
+    if not _sees_tools(bench.harness):
         replies = [{"run": f'/tmp/env-tool act \'{{"action": "{guess}"}}\''} for guess in (secret - 1, secret)]
     episode = await bench.play(bench.player(*replies), taskset, task.id)
     _must(isinstance(episode.outcome, Scored) and episode.outcome.reward == 0.5, _ended(episode))
     return "reward 0.5 after two actions"
 
 
-def _takes_mcp(harness: Harness) -> bool:
+def _sees_tools(harness: Harness) -> bool:
+    """Whether the model is told of the environment's tools as tools, not as a command."""
     description = getattr(harness, "description", None)
-    return description is not None and bool(description.takes_mcp)
+    return description is None or bool(description.takes_mcp)
 
 
 async def _stumbles(bench: Bench) -> str:
@@ -345,7 +349,7 @@ async def benching(name: str, settings: dict[str, Any], sandbox: SandboxConfig |
     config = sandbox or SandboxConfig()
     pool = SandboxPool(make_backend(config), config)
     description = getattr(harness, "description", None)
-    trial = description.trial if description is not None else Trial(tool="shell", arguments={"command": "$command"})
+    trial = description.trial if description is not None else _OURS
     try:
         await pool.start()
         yield Bench(harness, trial, pool)

@@ -140,9 +140,9 @@ class GenerateContext:
         return self.job.task
 
     @contextlib.asynccontextmanager
-    async def session(self, needs: SessionNeeds | None = None) -> AsyncIterator[Session]:
-        """A private endpoint for this episode; ended at the end of the block."""
-        config, needs = self.config, needs or SessionNeeds()
+    async def session(self, harness: Harness | None = None) -> AsyncIterator[Session]:
+        """A private endpoint for this episode, as the harness wants it; ended at the end of the block."""
+        config, needs = self.config, getattr(harness, "needs", None) or SessionNeeds()
         own = Limits(turns=config.turns, tokens=config.tokens, wall_s=config.wall_s, context=config.context)
         told = {"report_truncation": needs.report_truncation, "wishes": needs.wishes}
         changes: dict[str, Any] = {name: value for name, value in told.items() if value is not None}
@@ -312,29 +312,33 @@ class EpisodeRunner:
 
 
 class AgentGenerate:
-    """The agent layer: a harness acts against the session, then the environment scores."""
+    """The agent layer: a harness acts against the session, then the environment scores. Its steps are there for
+    generation layers of several agents, too."""
 
     def __init__(self, harness: Harness) -> None:
-        self._harness = harness
+        self.harness = harness
+        self.makes_machines = hasattr(harness, "machine")
+        """Whether there is a sandbox also where the task asks for none."""
 
     async def __call__(self, context: GenerateContext) -> Episode:
-        async with context.sandbox(self._harness) as sandbox:
+        async with context.sandbox(self.harness) as sandbox:
             env = context.taskset.env(context.task, sandbox)
             if hasattr(env, "more_sandboxes"):
                 env.more_sandboxes = context.another
             try:
-                observation = await self._reset(context, env)
-                async with context.session(getattr(self._harness, "needs", None)) as session:
-                    fault = await self._act(context, env, observation, sandbox, session)
+                observation = await self.reset(context, env)
+                async with context.session(self.harness) as session:
+                    fault = await self.act(context, env, observation, sandbox, session)
                     transcript, tree = session.transcript(), await session.close()
                 if sandbox is not None:
                     await sandbox.quiesce()
-                outcome = await self._judge(context, env, transcript, fault)
+                outcome = await self.judge(context, env, transcript, fault)
                 return context.episode(tree, outcome)
             finally:
                 await _close(env)
 
-    async def _reset(self, context: GenerateContext, env: Env) -> Observation:
+    async def reset(self, context: GenerateContext, env: Env) -> Observation:
+        """The environment's beginning, in its time; leaves the episode as discarded where that fails."""
         try:
             observation = await context.phase("reset", env.reset(), context.config.reset_s)
             if not isinstance(observation, Observation):
@@ -347,7 +351,7 @@ class AgentGenerate:
         except Exception:  # noqa: BLE001  the boundary to an environment's code
             raise _Discard("reset_failed", traceback.format_exc()) from None
 
-    async def _act(
+    async def act(
         self,
         context: GenerateContext,
         env: Env,
@@ -355,7 +359,7 @@ class AgentGenerate:
         sandbox: Sandbox | None,
         session: Session,
     ) -> Faulted | None:
-        """Let the harness run. Returns the policy's fault; raises _Discard or SandboxError for infrastructure's."""
+        """Let the harness run. Returns the policy's fault; leaves the episode as discarded for infrastructure's."""
         limit_s = context.agent_limit_s()
         guarded = _GuardedEnv(env)
         session.tools = EnvTools(cast(Env, guarded), observation.tools)
@@ -372,7 +376,7 @@ class AgentGenerate:
         )
         fault: Faulted | None = None
         try:
-            await context.phase("agent", self._harness.run(agent), limit_s)
+            await context.phase("agent", self.harness.run(agent), limit_s)
         except TimeoutError:
             if session.waiting_for_engine:
                 raise _Discard("engine_slow", "the deadline passed while a model call was being answered") from None
@@ -397,9 +401,9 @@ class AgentGenerate:
             raise _Discard("no_model_call", fault.detail if fault else "the agent ended without asking the model")
         return fault
 
-    async def _judge(
-        self, context: GenerateContext, env: Env, transcript: Transcript, fault: Faulted | None
-    ) -> Outcome:
+    @staticmethod
+    async def judge(context: GenerateContext, env: Env, transcript: Transcript, fault: Faulted | None) -> Outcome:
+        """The environment's score, or the fault where that ends an episode."""
         if fault is not None and context.taskset.on_agent_failure == "fault":
             return fault
         try:

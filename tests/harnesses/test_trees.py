@@ -114,8 +114,9 @@ async def test_a_parent_that_ends_before_its_child_leaves_an_untrained_turn(tiny
     episode, _ = await play("codex", {"subagents": True, "bare": True}, scripts, before=before)
     assert episode.outcome == SOLVED, episode.log[-20:]
     assert episode.timings["agent"] < 30
-    left = [turn for turn in episode.tree.turns if turn.finish is Finish.ABORT]
-    assert all(not turn.trainable for turn in left)
+    left = episode.tree.turns[-1]
+    assert episode.tree.line(left.id) == "subagent"
+    assert (left.finish, left.trainable) == (Finish.ABORT, False)
     await train_once(episode.tree, tiny, tmp_path)
 
 
@@ -146,5 +147,6 @@ async def test_compaction_is_a_branch_and_the_work_goes_on_from_its_summary(name
     request, after = (
         next(t for t in tree.turns if t.edge is edge) for edge in (Edge.COMPACTION_REQUEST, Edge.COMPACTED)
     )
-    assert after.origin == request.id and SUMMARY in request.message["content"]
+    assert after.origin == request.id
+    assert SUMMARY in request.message["content"]
     await train_once(tree, tiny, tmp_path)

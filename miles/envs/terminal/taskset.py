@@ -5,19 +5,23 @@ checks come into the sandbox when every process of the agent has ended, on the s
 answer with a word that the agent has never seen. Reward 1 when all of them hold.
 """
 
+import json
+import random
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import cycle
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
 from miles.config import Config, build, read_toml
-from miles.envs.base import BaseEnv, Solution, Taskset
+from miles.envs.base import BaseEnv, Demonstration, Solution, Taskset
 from miles.errors import ConfigError, EnvError
 from miles.sandboxes.base import Image, Sandbox, SandboxSpec
-from miles.types import Env, Observation, Score, Task, Transcript
+from miles.sandboxes.shell import SHELL_TOOL
+from miles.types import Env, Message, Observation, Score, Task, Transcript
 
 __all__ = ["TerminalConfig", "TerminalTaskset"]
 
@@ -123,6 +127,21 @@ class TerminalTaskset(Taskset):
         if sandbox is None:
             raise EnvError("the terminal tasks need a sandbox")
         return TerminalEnv(task, sandbox, _all()[task.id])
+
+    def demonstrations(self, seed: int) -> Iterator[Demonstration]:
+        """A shell that is given the solution at once."""
+        order = list(self.tasks("train"))
+        random.Random(seed).shuffle(order)
+        for task in cycle(order):
+            arguments = json.dumps({"command": _all()[task.id].solution.strip()})
+            call = {"id": "call_0", "type": "function", "function": {"name": "shell", "arguments": arguments}}
+            messages: list[Message] = [
+                *task.prompt,
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": "call_0", "content": ""},
+                {"role": "assistant", "content": "Done."},
+            ]
+            yield tuple(messages), (SHELL_TOOL,)
 
     async def solution(self, task: Task) -> Solution:
         return Solution(commands=(_all()[task.id].solution,))
