@@ -9,45 +9,59 @@ get what the environment scores at the end.
 from dataclasses import replace
 
 from miles.recipes.agents import make_harness
-from miles.rollout.episode import AgentGenerate, Generate, GenerateContext
-from miles.types import Episode, Message, Observation
+from miles.rollout.episode import AgentGenerate, GenerateContext
+from miles.types import Env, Episode, Faulted, Message, Observation, Tree
 
-__all__ = ["generate", "pair"]
+__all__ = ["Pair", "generate"]
 
 PLAN = "You plan, somebody else works. Say in a few short steps how to solve the task; you have no tools."
 
 
-def pair(planner: str, worker: str) -> Generate:
+class Pair:
     """A planner's and a worker's harness, by name, as one generation layer."""
-    plans, works = AgentGenerate(make_harness(planner, {})), AgentGenerate(make_harness(worker, {}))
 
-    async def generate(context: GenerateContext) -> Episode:
-        async with context.sandbox(works.harness) as sandbox:
+    def __init__(self, planner: str, worker: str) -> None:
+        self.planner = AgentGenerate(make_harness(planner, {}))
+        self.worker = AgentGenerate(make_harness(worker, {}))
+        self.makes_machines = self.worker.makes_machines
+
+    async def __call__(self, context: GenerateContext) -> Episode:
+        worker = self.worker
+        async with context.sandbox(worker.harness) as sandbox:
             env = context.taskset.env(context.task, sandbox)
             try:
-                observation = await works.reset(context, env)
-                brief: Message = {"role": "system", "content": PLAN}
-                alone = Observation(messages=(brief, *observation.messages))
-                async with context.session(plans.harness) as first:
-                    fault = await plans.act(context, env, alone, None, first)
-                    plan: Message = {"role": "user", "content": f"A plan for it:\n{first.transcript().final_text}"}
-                    tree = await first.close()
+                observation = await worker.reset(context, env)
+                tree, plan, fault = await self._plan(context, env, observation)
                 if fault is not None:
                     return context.episode(tree, fault)
-                briefed = replace(observation, messages=(*observation.messages, plan))
-                async with context.session(works.harness) as second:
-                    fault = await works.act(context, env, briefed, sandbox, second)
-                    transcript, work = second.transcript(), await second.close()
+                told: Message = {"role": "user", "content": f"A plan for it:\n{plan}"}
+                briefed = replace(observation, messages=(*observation.messages, told))
+                async with context.session(worker.harness) as session:
+                    fault = await worker.act(context, env, briefed, sandbox, session)
+                    transcript, work = session.transcript(), await session.close()
                 if sandbox is not None:
                     await sandbox.quiesce()
-                outcome = await works.judge(context, env, transcript, fault)
-                seat = replace(context.episode(work, outcome), id=f"{context.job.episode_id}/worker")
-                context.finished = replace(context.episode(tree, outcome), seats=(seat,))
-                return context.finished
+                outcome = await worker.judge(context, env, transcript, fault)
             finally:
                 await env.close()
+        seat = replace(context.episode(work, outcome), id=f"{context.job.episode_id}/worker")
+        context.finished = replace(context.episode(tree, outcome), seats=(seat,))
+        return context.finished
 
-    return generate
+    async def _plan(
+        self, context: GenerateContext, env: Env, observation: Observation
+    ) -> tuple[Tree, str, Faulted | None]:
+        """(The planner's turns, what it said, its fault.)"""
+        brief: Message = {"role": "system", "content": PLAN}
+        alone = Observation(messages=(brief, *observation.messages))
+        async with context.session(self.planner.harness) as session:
+            fault = await self.planner.act(context, env, alone, None, session)
+            return await session.close(), session.transcript().final_text, fault
+
+    async def close(self) -> None:
+        """Of both harnesses; the run calls it at its end."""
+        await self.planner.harness.close()
+        await self.worker.harness.close()
 
 
-generate = pair("react", "mini-swe-agent")
+generate = Pair("react", "mini-swe-agent")

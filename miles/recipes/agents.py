@@ -26,10 +26,12 @@ def make_harness(name: str, settings: dict[str, Any]) -> Harness:
 async def generate_for(
     taskset: Taskset, generation: str | None, harness: str, settings: dict[str, Any], stack: contextlib.AsyncExitStack
 ) -> Generate:
-    """Empty names are the environment's choice. A harness is closed with the stack."""
+    """Empty names are the environment's choice. What has a `close()` is closed with the stack."""
     named = generation or ("" if harness else taskset.generation)
     if named:
         generate: Generate = resolve("harnesses", named)
+        if (close := getattr(generate, "close", None)) is not None:
+            stack.push_async_callback(close)
         return generate
     made = make_harness(harness or taskset.harness, settings)
     stack.push_async_callback(made.close)

@@ -5,18 +5,20 @@ import contextlib
 import math
 import sys
 import time
+from dataclasses import replace
 
+import httpx
 import pytest
 
 from miles.envs.base import BaseEnv, Taskset
 from miles.errors import EngineLost, EnvError, HarnessError, SandboxLost
-from miles.harnesses.base import FunctionHarness
+from miles.harnesses.base import FunctionHarness, Progress, SessionNeeds
 from miles.harnesses.react import ReactConfig, ReactHarness
 from miles.rollout.episode import AgentGenerate, EpisodeConfig, EpisodeRunner, Job
 from miles.sandboxes.base import SandboxSpec
 from miles.sandboxes.local.backend import LocalBackend
 from miles.sandboxes.pool import SandboxPool
-from miles.types import Discarded, Faulted, Limits, Score, Scored, Task
+from miles.types import Discarded, Faulted, Finish, Generated, Limits, Score, Scored, Task
 from tests.rollout.session.conftest import engine_of, serve  # noqa: F401  fixtures
 
 USER = {"role": "user", "content": "open amber"}
@@ -402,3 +404,54 @@ async def test_a_program_needs_a_sandbox_to_run_in(play):
     episode = await play(agent)
     assert isinstance(episode.outcome, Discarded)
     assert "no sandbox to run a program in" in episode.outcome.detail
+
+
+BROKEN_OFF = Generated(output_ids=(1, 2), logprobs=(-1.0, -1.0), versions=(0, 0), finish=Finish.ABORT)
+
+
+async def test_an_answer_that_broke_off_and_was_not_asked_for_again_is_never_a_reward(play):
+    episode = await play(swallows_an_engine_failure, script=[BROKEN_OFF])
+    assert (type(episode.outcome), episode.outcome.reason) == (Discarded, "engine")
+
+    async def asks_again(context):
+        with contextlib.suppress(Exception):
+            await ask_once(context)
+        await ask_once(context)
+
+    episode = await play(asks_again, script=[BROKEN_OFF, "answer 42"])
+    assert episode.outcome == Scored(reward=1.0)
+    assert [turn.trainable for turn in episode.tree.turns] == [False, True]
+
+
+class Wanting:
+    """A harness that wants a machine of its own, also where the task asks for none."""
+
+    needs = SessionNeeds(canonicalisers=("freeze_clock",), report_truncation=False, wishes="record")
+
+    def machine(self, spec, capabilities):
+        assert capabilities is None or capabilities.isolation
+        return replace(spec or SandboxSpec(), files={"/workspace/mine": b"here"})
+
+    async def run(self, context):
+        assert await context.sandbox.read("/workspace/mine") == b"here"
+        assert context.endpoint.context > context.endpoint.max_tokens > 0
+        assert context.progress() == Progress()
+        body = {"messages": [{"role": "system", "content": "It is 2026-11-30 10:41."}, USER], "tool_choice": "required"}
+        headers = {"Authorization": f"Bearer {context.endpoint.api_key}"}
+        async with httpx.AsyncClient() as client:
+            reply = await client.post(f"{context.endpoint.base_url}/chat/completions", json=body, headers=headers)
+        assert reply.status_code == 200
+        assert context.progress() == Progress(turns=1)
+
+    async def close(self):
+        return None
+
+
+async def test_a_harness_gets_the_machine_and_the_session_that_it_wants(serve, engine_of):  # noqa: F811
+    async with serve(engine_of(["answer 42"])) as server:
+        runner = EpisodeRunner(Tasks(), server, SandboxPool(LocalBackend()), AgentGenerate(Wanting()))
+        episode = await runner.run(Job(task=TASK, group_id="g"))
+    assert episode.outcome == Scored(reward=1.0)
+    (turn,) = episode.tree.turns
+    assert turn.messages[0]["content"] == "It is 2000-01-01T00:00:00."
+    assert turn.asked["canonicalised"] == ["freeze_clock"]
