@@ -13,7 +13,7 @@ def test_every_built_in_name_can_be_imported(kind):
 def test_an_unknown_name_lists_the_nearest_and_the_known():
     with pytest.raises(ConfigError, match="unknown harness 'raect'; did you mean react"):
         resolve("harnesses", "raect")
-    with pytest.raises(ConfigError, match="Known: guess-number, gymnasium, vault"):
+    with pytest.raises(ConfigError, match="Known: guess-number, gymnasium, terminal, vault"):
         resolve("envs", "nothing-like-it")
 
 

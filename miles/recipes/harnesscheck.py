@@ -26,7 +26,7 @@ from miles.rollout.episode import AgentGenerate, EpisodeConfig, EpisodeRunner, J
 from miles.rollout.rendering.rendering import Rendering
 from miles.rollout.session.server import SessionConfig, SessionServer
 from miles.rollout.session.session import Session
-from miles.rollout.session.stability import Stability, stability
+from miles.rollout.session.stability import Stability, shared_beginning, stability
 from miles.sandboxes.pool import SandboxConfig, SandboxPool, make_backend
 from miles.types import Discarded, Edge, Episode, Faulted, Finish, Generated, GenerateRequest, Scored, Tree
 
@@ -248,6 +248,16 @@ async def _fails(bench: Bench) -> str:
     return "reward 0"
 
 
+async def _begins_alike(bench: Bench) -> str:
+    """Two episodes of one task begin with the same prompt, so that a group's is prefilled and trained once."""
+    player = bench.solving()
+    episode = await bench.play(player)
+    decode = player.rendering.tokenizer.decode
+    share, parts = shared_beginning(bench.episodes[0].tree, episode.tree, lambda ids: str(decode(list(ids))))
+    _must(share > 0.9, f"only the first {share:.1%} of its prompt are the same: {parts}")
+    return "all of its prompt" if share == 1.0 else f"the first {share:.1%} of its prompt; then {parts}"
+
+
 async def _plays(bench: Bench) -> str:
     """The environment's own actions reach it."""
     _runs_commands(bench)
@@ -331,6 +341,7 @@ async def _is_ended(bench: Bench) -> str:
 CHECKS: dict[str, Callable[[Bench], Awaitable[str]]] = {
     "solves a task with its own tools": _solves,
     "an agent that does nothing scores nothing": _fails,
+    "two episodes begin alike": _begins_alike,
     "acts in an environment": _plays,
     "gets over a failing engine": _stumbles,
     "waits for a slow engine": _waits,
@@ -370,8 +381,8 @@ async def check_harness(
     tell: Tell,
     keep: Path | None = None,
 ) -> tuple[list[dict[str, str]], Stability]:
-    """Every check with its status ("ok", "FAILED", "left out"), and how stable its prompts were. Episodes go to
-    `keep`, as lines of JSON."""
+    """Every check with its status ("ok", "FAILED", "left out"), and how stable the prompts of the first were. Episodes
+    go to `keep`, as lines of JSON."""
     report = []
     async with benching(name, settings, sandbox) as bench:
         for title, check in CHECKS.items():

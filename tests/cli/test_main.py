@@ -30,6 +30,7 @@ def test_the_commands_are_these(capsys):
         "env",
         "eval",
         "sandbox",
+        "harness",
         "doctor",
     ]
     assert run(capsys, "--version")[1] == f"miles {__version__}\n"

@@ -5,14 +5,14 @@ prompt is rendered, prefilled and trained anew from there on.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from miles.rollout.rendering.text import text_of
 from miles.rollout.session.matching import calls_of
 from miles.types import Edge, Message, Tree, Turn
 
-__all__ = ["Stability", "stability"]
+__all__ = ["Stability", "shared_beginning", "stability"]
 
 _SHOWN = 60
 
@@ -53,6 +53,19 @@ def stability(trees: Sequence[Tree]) -> Stability:
             if turn.edge in (Edge.BRANCH, Edge.RETRY):
                 causes[_cause(tree, turn)] += 1
     return Stability(turns=turns, extended=extended, prompt_tokens=prompts, new_tokens=new, causes=dict(causes))
+
+
+def shared_beginning(one: Tree, other: Tree, decode: Callable[[Sequence[int]], str]) -> tuple[float, str]:
+    """(Share of the first prompt that two episodes of one task have in common, where they part): what a group prefills
+    and trains once."""
+    first, second = one.turns[0].prompt_ids, other.turns[0].prompt_ids
+    pairs = enumerate(zip(first, second, strict=False))
+    at = next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))
+    longest = max(len(first), len(second))
+    if at == longest:
+        return 1.0, ""
+    start = max(0, at - _SHOWN)
+    return at / longest, f"{decode(first[start : at + _SHOWN])!r} became {decode(second[start : at + _SHOWN])!r}"
 
 
 def _cause(tree: Tree, turn: Turn) -> str:

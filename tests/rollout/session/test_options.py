@@ -102,6 +102,7 @@ async def test_an_unknown_canonicaliser_lists_the_known_ones(thinking):
         Session(ScriptedEngine([]), thinking, canonicalisers=["sort"])
 
 
+@pytest.mark.slow
 async def test_a_long_session_costs_each_turn_its_own_tokens(client_of, thinking):
     """2,000 turns: what is kept is linear, and the flat path is the tree's."""
     ids = thinking.encode(THINK + "ok<|im_end|>")

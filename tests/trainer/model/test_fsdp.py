@@ -83,6 +83,7 @@ async def test_replicated_shards_equal_one_process(model, tmp_path):
     assert_same(alone, await step(model, tmp_path, rows, steps=2, ranks=4, shard=2, micro_tokens=64), atol=2e-5)
 
 
+@pytest.mark.slow
 async def test_two_ranks_on_tries_equal_one_process(model, tmp_path):
     rows = scaled(rows_of(0, shared=12))
     alone = await step(model, tmp_path, rows, steps=2, layout="rows")
