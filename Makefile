@@ -32,6 +32,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.loss_memory
 	$(BIN)/python -m benchmarks.train_step
 	$(BIN)/python -m benchmarks.http_clients
+	$(BIN)/python -m benchmarks.harnesses
 	$(BIN)/python -m benchmarks.env_workers --add gymnasium:Taxi-v4
 
 # torch first: whatever depends on it then takes the build that is there.

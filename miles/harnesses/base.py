@@ -66,7 +66,7 @@ class EnvTools:
         self.over = False
         self.failure: EnvError | SandboxError | None = None
         """What went wrong in the environment itself; the episode is not the policy's any more."""
-        self._env, self._turn = env, asyncio.Lock()
+        self._env, self._turn, self._closed = env, asyncio.Lock(), False
 
     @property
     def names(self) -> list[str]:
@@ -77,6 +77,8 @@ class EnvTools:
         if self._env is None or name not in self.names:
             raise KeyError(name)
         async with self._turn:
+            if self._closed:
+                return "The agent's time is over: no action changes anything any more."
             if self.over:
                 return "The episode is over: no action changes it any more."
             action = str(arguments.get("action", ""))
@@ -88,6 +90,13 @@ class EnvTools:
                 raise
             self.over = step.terminated or step.truncated
             return step.observation
+
+    async def close(self, limit_s: float) -> None:
+        """Take no more calls, and wait for the one that is being answered: an agent may have ended before its step has.
+        TimeoutError."""
+        self._closed = True
+        async with asyncio.timeout(limit_s), self._turn:
+            return
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

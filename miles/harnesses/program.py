@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from miles.config import Config
-from miles.errors import ConfigError, HarnessError
+from miles.errors import ConfigError, HarnessError, SandboxError
 from miles.harnesses.base import AgentContext, SessionNeeds
 from miles.harnesses.description import Description, Launch, describe, settings_class
 from miles.harnesses.install import Installed, install
@@ -26,6 +26,7 @@ __all__ = ["BUILT_IN", "ProgramHarness", "program_class"]
 HOME = "/tmp/home"
 _TOOL = "/tmp/env-tool"
 _LIMITS = ("turn_limit", "token_limit", "context_length_exceeded", "session_ended")
+_MISSING = 'for name in "$@"; do command -v "$name" > /dev/null || echo "$name"; done'
 _GRACE_S = 1.0  # what is left of the deadline when the program is ended, to read how it did
 _LOG_BYTES = 16_384
 
@@ -68,6 +69,7 @@ class ProgramHarness:
     async def run(self, context: AgentContext) -> None:
         if context.sandbox is None:
             raise HarnessError(f"{self.description.title} needs a sandbox")
+        await self._has_what_it_needs(context.sandbox)
         values = await self.values(context)
         launch = self.launch(values)
         for path, text in launch.files.items():
@@ -120,6 +122,14 @@ class ProgramHarness:
             told = tool["function"]
             lines.append(f"- {told['name']}: {told.get('description', '')} Parameters: {told.get('parameters', {})}")
         return "\n".join(lines)
+
+    async def _has_what_it_needs(self, sandbox: Sandbox) -> None:
+        """SandboxError for an image without a program that this one calls: nothing that the policy did."""
+        wanted = self.description.install.needs
+        if wanted:
+            done = await sandbox.exec(["/bin/sh", "-c", _MISSING, "sh", *wanted])
+            if missing := done.stdout.decode(errors="replace").split():
+                raise SandboxError(f"{self.description.title} needs {', '.join(missing)} in the sandbox's image")
 
     def launch(self, values: Mapping[str, Any]) -> Launch:
         """The run with these values."""

@@ -393,12 +393,7 @@ class AgentGenerate:
             fault = Faulted(reason=error.reason, detail=str(error)[-2000:])
         except Exception:  # noqa: BLE001  the boundary to an agent's code
             fault = Faulted(reason="agent_crashed", detail=traceback.format_exc()[-2000:])
-        if session.tools.failure is not None:  # whatever the agent made of it
-            raise _Discard("env_step_failed", str(session.tools.failure))
-        if session.engine_failure is not None:  # a call that never succeeded, also when the harness said nothing
-            raise _Discard("engine", session.engine_failure)
-        if not session.tree().turns:
-            raise _Discard("no_model_call", fault.detail if fault else "the agent ended without asking the model")
+        await _discard_if_infrastructure_failed(session, agent.deadline, fault)
         return fault
 
     @staticmethod
@@ -415,6 +410,20 @@ class AgentGenerate:
         except Exception:  # noqa: BLE001  the boundary to an environment's code
             return Discarded(reason="score_failed", detail=traceback.format_exc()[-2000:])
         return _scored(score)
+
+
+async def _discard_if_infrastructure_failed(session: Session, deadline: float, fault: Faulted | None) -> None:
+    """Leaves the episode where the records show a failure that is not the agent's, whatever the agent made of it."""
+    try:
+        await session.tools.close(max(0.1, deadline - time.monotonic()))
+    except TimeoutError:
+        raise _Discard("env_step_timeout", "the environment was still taking a step when the agent ended") from None
+    if session.tools.failure is not None:
+        raise _Discard("env_step_failed", str(session.tools.failure))
+    if session.engine_failure is not None:  # a call that never succeeded, also when the harness said nothing
+        raise _Discard("engine", session.engine_failure)
+    if not session.tree().turns:
+        raise _Discard("no_model_call", fault.detail if fault else "the agent ended without asking the model")
 
 
 def _scored(score: Any) -> Outcome:

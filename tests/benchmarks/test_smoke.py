@@ -17,6 +17,7 @@ FOLDER = Path(__file__).parents[2]
         ("delta_sync", ["--hidden", "64", "--layers", "1", "--lr", "1e-6"], 2),
         ("loss_memory", ["--tokens", "512", "--vocabulary", "2048"], 3),
         ("env_workers", ["--steps", "256"], 4),
+        pytest.param("harnesses", ["pi", "--episodes", "1", "--together", "2"], 3, marks=pytest.mark.harness),
         ("train_step", ["--hidden", "64", "--layers", "1", "--vocabulary", "512", "--repeat", "1"], 4),
     ],
 )

@@ -13,6 +13,7 @@ from miles.trainer.data.batch import normalize
 from miles.trainer.data.rows import tree_rows
 from miles.trainer.settings import BackendConfig, OptimConfig, StepSpec
 from miles.trainer.trainer import Trainer, TrainerConfig
+from miles.trajectories import Trajectory
 from miles.types import Edge, Finish, Scored
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(600)]
@@ -63,8 +64,10 @@ def lines(tree):
     return Counter(tree.line(turn.id) for turn in tree.turns), begun
 
 
-async def train_once(tree, tiny, tmp_path):
-    """Every trainable token is owned by exactly one row, and a step on the rows trains all of them."""
+async def train_once(episode, tiny, tmp_path):
+    """Each trainable token is owned by exactly one row of the exported tree, and a step on the rows trains all."""
+    tree = Trajectory.from_line(Trajectory.of_episode(episode).to_line()).tree
+    assert tree == episode.tree
     rows = tree_rows(tree)
     sampled = sum(len(turn.output_ids) for turn in tree.turns if turn.trainable)
     assert sum(row.n_owned for row in rows) == sampled > 0
@@ -101,7 +104,7 @@ async def test_a_sub_agent_is_a_branch_of_the_call_that_started_it(name, setting
     assert spawner.id == 0
     assert spawner.message["tool_calls"][0]["function"]["name"] == tool
     if name in ("claude-code", "opencode"):
-        await train_once(tree, tiny, tmp_path)
+        await train_once(episode, tiny, tmp_path)
 
 
 async def test_a_parent_that_ends_before_its_child_leaves_an_untrained_turn(tiny, tmp_path):
@@ -117,7 +120,7 @@ async def test_a_parent_that_ends_before_its_child_leaves_an_untrained_turn(tiny
     left = episode.tree.turns[-1]
     assert episode.tree.line(left.id) == "subagent"
     assert (left.finish, left.trainable) == (Finish.ABORT, False)
-    await train_once(episode.tree, tiny, tmp_path)
+    await train_once(episode, tiny, tmp_path)
 
 
 FLOOD = {"run": "seq 1 700"}
@@ -149,4 +152,4 @@ async def test_compaction_is_a_branch_and_the_work_goes_on_from_its_summary(name
     )
     assert after.origin == request.id
     assert SUMMARY in request.message["content"]
-    await train_once(tree, tiny, tmp_path)
+    await train_once(episode, tiny, tmp_path)

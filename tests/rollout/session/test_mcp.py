@@ -1,5 +1,7 @@
 """The environment's tools over MCP, by the protocol's own client, and as one plain request."""
 
+import asyncio
+
 import httpx
 import httpx2
 import pytest
@@ -10,6 +12,7 @@ from miles.envs.base import ACT_TOOL, BaseEnv
 from miles.envs.toy import GuessNumberTaskset
 from miles.errors import EnvError
 from miles.harnesses.base import EnvTools
+from miles.types import Step
 
 
 @pytest.fixture
@@ -100,3 +103,23 @@ async def test_a_session_without_an_environment_offers_nothing(serve, engine_of,
         await server.end(session)
         gone = await post(http, f"{server.url}/s/{session.id}/mcp", session, body)
         assert (gone.status_code, gone.json()["error"]["code"]) == (400, "session_ended")
+
+
+async def test_a_step_in_flight_is_waited_for_at_the_end_and_none_comes_after(open_tools, http):
+    going, may_end = asyncio.Event(), asyncio.Event()
+
+    class Slow(BaseEnv):
+        async def step(self, action):
+            going.set()
+            await may_end.wait()
+            return Step(observation="done")
+
+    session, url = await open_tools(Slow(GuessNumberTaskset().task("train", 30)))
+    first = asyncio.create_task(told(http, url, session, call(action="1")))
+    await going.wait()
+    with pytest.raises(TimeoutError):
+        await session.tools.close(0.05)
+    may_end.set()
+    await session.tools.close(5)
+    assert await first == ("done", False)
+    assert (await told(http, url, session, call(action="2")))[0].startswith("The agent's time is over")
