@@ -7,9 +7,10 @@ The user speaks through a session of its own, under the model name `user`; the m
 policy without being trained, or another engine. To the agent, what the user says is prompt: only the agent is trained.
 """
 
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Sequence
 
-from miles.envs.base import BaseEnv, Taskset
+from miles.envs.base import BaseEnv, Demonstration, Taskset
 from miles.errors import ContextOverflow, SessionError
 from miles.rollout.episode import AgentGenerate, GenerateContext
 from miles.rollout.session.session import ChatRequest, Session
@@ -51,6 +52,22 @@ class Bookings(Taskset):
 
     def env(self, task: Task, sandbox: object) -> Env:
         return Booking(task)
+
+    def demonstrations(self, seed: int) -> Iterator[Demonstration]:
+        """Asks both questions; every other one books what nobody said."""
+        dice, tasks = random.Random(seed), self.tasks("train")
+        while True:
+            task = dice.choice(tasks)
+            wish = task.data if dice.random() < 0.5 else dice.choice(tasks).data
+            told: list[Message] = [
+                *task.prompt,
+                {"role": "assistant", "content": "Where to?"},
+                {"role": "user", "content": f"To {task.data['city']}."},
+                {"role": "assistant", "content": "For how long?"},
+                {"role": "user", "content": f"For {task.data['days']} days."},
+                {"role": "assistant", "content": f"BOOK: {wish['city']}, {wish['days']} days"},
+            ]
+            yield tuple(told), ()
 
 
 async def generate(context: GenerateContext) -> Episode:

@@ -1,6 +1,6 @@
 """Two agents, one task: a planner that sees only the task, and a worker that has the sandbox (generation layer).
 
-    miles launch swe-mini generation=examples.two_agents:generate
+    miles launch swe-mini --smoke generation=examples.two_agents:generate
 
 Each has a harness and a session of its own. Both are trained: the planner is the episode, the worker its seat, and both
 get what the environment scores at the end.
@@ -28,7 +28,7 @@ class Pair:
     async def __call__(self, context: GenerateContext) -> Episode:
         worker = self.worker
         async with context.sandbox(worker.harness) as sandbox:
-            env = context.taskset.env(context.task, sandbox)
+            env = context.env(sandbox)
             try:
                 observation = await worker.reset(context, env)
                 tree, plan, fault = await self._plan(context, env, observation)

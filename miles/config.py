@@ -150,4 +150,4 @@ def _suggest(key: str, cls: type[BaseModel]) -> str:
     keys = list(_all_keys(cls))
     near = difflib.get_close_matches(key, keys, n=3, cutoff=0.5)
     near += [k for k in keys if k.rpartition(".")[2] == key.rpartition(".")[2] and k not in near]
-    return f"; nearest: {', '.join(near[:4])}" if near else f"; sections: {', '.join(cls.model_fields)}"
+    return f"; nearest: {', '.join(near[:4])}" if near else f"; there are: {', '.join(cls.model_fields) or 'none'}"

@@ -27,7 +27,9 @@ def add_commands(commands: Any) -> None:
     copied.add_argument("folder", type=Path, help="the image's root: COPY FOLDER/ / in its Dockerfile")
     tested.add_argument("--backend", default="local", help="the sandbox it plays in (default: %(default)s)")
     tested.add_argument("--image", default="", help="the sandbox's image")
-    tested.add_argument("--only", action="append", default=[], metavar="CHECK", help="this check; may be repeated")
+    tested.add_argument(
+        "--only", action="append", default=[], metavar="CHECK", help="the first check and this one; may be repeated"
+    )
     tested.add_argument("--keep", type=Path, metavar="FILE", help="write what was said in every episode, for a look")
     tested.add_argument("settings", nargs="*", metavar="key=value", help="settings of the harness, as max_turns=8")
     calls = {"listed": every, "info": told, "install": made, "export": copied, "test": tested}
@@ -63,7 +65,7 @@ def listed(options: argparse.Namespace) -> int:
             continue
         if isinstance(made, type) and issubclass(made, ProgramHarness):
             told = made.description
-            here = installed(made.name, told) is not None
+            here = installed(made.name, told, made.folder) is not None
             facts = {"title": told.title, "version": told.version, "dialect": told.dialect, "mcp": told.takes_mcp}
             found[name] = {**facts, "installed": here}
         else:
@@ -82,7 +84,13 @@ def listed(options: argparse.Namespace) -> int:
 
 
 def info(options: argparse.Namespace) -> int:
-    """What its description says."""
+    """What its description says; of what is no program, its settings."""
+    from miles.harnesses.program import ProgramHarness
+
+    if not options.harness.endswith(".toml"):
+        found = resolve("harnesses", options.harness)
+        if isinstance(found, type) and not issubclass(found, ProgramHarness):
+            return _of_ours(options.harness, found)
     program = _program(options.harness)
     told = program.description
     if options.json:
@@ -92,7 +100,8 @@ def info(options: argparse.Namespace) -> int:
     print(f"{told.title} {told.version} ({packages}), speaks {told.dialect}")
     machine = told.machine
     print(f"sandbox: {machine.memory_mib} MiB of memory, {machine.disk_mib} MiB of disk, {machine.pids} processes")
-    print("environment's tools: " + ("over MCP" if told.takes_mcp else "as a command, /tmp/env-tool NAME ARGUMENTS"))
+    seen = f"over MCP, as {told.trial.env_tool.replace('$tool', 'NAME')}"
+    print("environment's tools: " + (seen if told.takes_mcp else "as a command, /tmp/env-tool NAME ARGUMENTS"))
     if told.session.canonicalisers:
         print(f"its requests are changed by: {', '.join(told.session.canonicalisers)}")
     for name, setting in told.settings.items():
@@ -102,12 +111,21 @@ def info(options: argparse.Namespace) -> int:
     return 0
 
 
+def _of_ours(name: str, harness: type) -> int:
+    print((harness.__doc__ or name).strip().partition("\n")[0])
+    config = getattr(harness, "config_class", None)
+    for key, field in (config.model_fields if config is not None else {}).items():
+        print(f"harness.settings.{key} = {json.dumps(field.default)}   {field.description}")
+    return 0
+
+
 def install(options: argparse.Namespace) -> int:
     """Download once, at its exact version."""
     from miles.harnesses.install import install as have
 
     program = _program(options.harness)
-    have(program.name, program.description, tell=lambda text: print(text, file=sys.stderr))
+    made = have(program.name, program.description, program.folder, tell=lambda text: print(text, file=sys.stderr))
+    print(f"{program.description.title} {program.description.version} is in {made.folder}")
     return 0
 
 
@@ -116,7 +134,11 @@ def export(options: argparse.Namespace) -> int:
     from miles.harnesses import install as place
 
     program = _program(options.harness)
-    place.export(place.install(program.name, program.description), options.folder)
+    made = place.install(program.name, program.description, program.folder)
+    try:
+        place.export(made, options.folder)
+    except OSError as error:
+        raise ConfigError(f"{options.folder} cannot be written: {error}") from error
     print(f"{program.description.title} is below {options.folder}: `COPY {options.folder.name}/ /` in the Dockerfile")
     return 0
 
@@ -128,6 +150,11 @@ def test(options: argparse.Namespace) -> int:
 
     if wrong := [name for name in options.only if name not in CHECKS]:
         raise ConfigError(f"there is no check {wrong[0]!r}; there are: {', '.join(CHECKS)}")
+
+    if options.keep is not None and not options.keep.absolute().parent.is_dir():
+        raise ConfigError(f"--keep {options.keep}: there is no folder {options.keep.absolute().parent}")
+    if options.harness == "own":
+        raise ConfigError("own is an environment's agent: `miles env test NAME` tries it")
 
     def tell(title: str, status: str, detail: str) -> None:
         if not options.json:

@@ -67,6 +67,7 @@ class EnvTools:
         self.failure: EnvError | SandboxError | None = None
         """What went wrong in the environment itself; the episode is not the policy's any more."""
         self._env, self._turn, self._closed = env, asyncio.Lock(), False
+        self._stepping: asyncio.Task[Any] | None = None
 
     @property
     def names(self) -> list[str]:
@@ -84,10 +85,13 @@ class EnvTools:
             action = str(arguments.get("action", ""))
             named = json.dumps({"name": name, "arguments": arguments})
             try:
+                self._stepping = asyncio.current_task()
                 step = await self._env.step(action if name == "act" else named)
             except (EnvError, SandboxError) as error:
                 self.failure = error
                 raise
+            finally:
+                self._stepping = None
             self.over = step.terminated or step.truncated
             return step.observation
 
@@ -95,8 +99,13 @@ class EnvTools:
         """Take no more calls, and wait for the one that is being answered: an agent may have ended before its step has.
         TimeoutError."""
         self._closed = True
-        async with asyncio.timeout(limit_s), self._turn:
-            return
+        try:
+            async with asyncio.timeout(limit_s), self._turn:
+                return
+        except TimeoutError:
+            if self._stepping is not None:
+                self._stepping.cancel()  # it must not outlive its environment
+            raise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,14 @@ from pydantic import Field, create_model
 
 from miles.config import Config, build, read_toml
 from miles.errors import ConfigError
+from miles.registry import resolve
 
 __all__ = ["Description", "Launch", "describe", "settings_class"]
+
+
+VALUES: tuple[str, ...] = ("prompt", "system", "model", "base_url", "root_url", "api_key", "context", "max_tokens")
+VALUES += ("mcp_url", "home", "seconds", "root", "node", "python")
+"""What texts may name besides the program's own settings."""
 
 
 class Installation(Config):
@@ -27,11 +33,15 @@ class Installation(Config):
     node: str = "22.20.0"
     """The Node.js that they are installed with and run on."""
     pip: tuple[str, ...] = ()
-    """Packages of PyPI, as name==version."""
+    """Packages of PyPI, as name==version; also wheels and folders, relative to this file."""
+    folder: str = ""
+    """A folder beside this file that is the program itself, or belongs to it; it becomes `$root`."""
     python: str = ">=3.11"
     """Pythons that the packages work on."""
-    check: tuple[str, ...]
-    """A command whose output must have the version in it."""
+    check: tuple[str, ...] = ()
+    """A command whose output must have the version in it; for packages there must be one."""
+    executables: tuple[str, ...] = ()
+    """Files of it that must be executable, and are not as they come."""
     needs: tuple[str, ...] = ()
     """Programs that a sandbox must have besides."""
 
@@ -117,10 +127,12 @@ class Description(Config):
     """The program's name."""
     home: str = ""
     """Where it is from."""
-    version: str
+    version: str = Field(min_length=1)
     """The version that is installed."""
     dialect: Literal["chat", "responses", "messages"]
     """What it speaks to the model."""
+    calls_tools: bool = True
+    """Whether its work goes on as long as the model calls tools; else an end in the middle of it is told by failing."""
     plugin: str = ""
     """module:attr of a subclass of `ProgramHarness`, where words are not enough."""
     install: Installation
@@ -189,16 +201,46 @@ class Launch(Config):
 def _texts(values: Mapping[str, Any]) -> dict[str, str]:
     words = {True: "true", False: "false"}
     plain = {name: words[value] if isinstance(value, bool) else str(value) for name, value in values.items()}
-    return plain | {f"{name}_json": json.dumps(value) for name, value in values.items()}
+    return plain | {f"{name}_json": _quoted(value) for name, value in values.items()}
+
+
+def _quoted(value: Any) -> str:
+    """As JSON that is also a string of TOML: no halves of surrogate pairs, no bare control characters."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def describe(path: Path) -> Description:
     """Read a `harness.toml`; ConfigError names the file and every key that is wrong."""
     told = read_toml(path)
     try:
-        return build(Description, told)
+        description = build(Description, told)
+        _check(description)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error.message}") from error
+    return description
+
+
+def _check(description: Description) -> None:
+    """What would otherwise be found in every episode."""
+    if (description.install.npm or description.install.pip) and not description.install.check:
+        raise ConfigError('install.check: say which command tells the version, as ["$python", "-m", "x", "--version"]')
+    settings = {name: setting.default for name, setting in description.settings.items()}
+    if taken := sorted(settings.keys() & (set(VALUES) | set(dir(Config)))):
+        raise ConfigError(f"settings.{taken[0]}: this name is taken; choose another")
+    known = {**dict.fromkeys(VALUES, "x"), **settings}
+    for table in ("when", "unless"):
+        if unknown := sorted(set(getattr(description, table)) - set(known)):
+            raise ConfigError(f"{table}.{unknown[0]} is no value; there are: {', '.join(sorted(known))}")
+    for given in ({}, dict.fromkeys(settings, ""), dict.fromkeys(VALUES, "")):
+        description.launch({**known, **given})
+    places = {name: known[name] for name in ("root", "node", "python")}
+    for word in description.install.check:
+        try:
+            Template(word).substitute(places)
+        except (KeyError, ValueError) as error:
+            raise ConfigError(f"install.check: {word!r} names {error}; a value is root, node or python") from error
+    for name in description.session.canonicalisers:
+        resolve("canonicalisers", name)
 
 
 def settings_class(name: str, description: Description) -> type[Config]:

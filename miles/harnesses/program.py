@@ -4,12 +4,15 @@ Exit codes lie both ways (some programs end with 0 after they gave up, some with
 is read from the records: a request that was refused and never answered, or calls left open by a program that failed.
 """
 
+import json
 import math
 import shlex
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from string import Template
 from typing import Any, ClassVar
 
 from miles.config import Config
@@ -23,12 +26,14 @@ from miles.types import Message
 
 __all__ = ["BUILT_IN", "ProgramHarness", "program_class"]
 
-HOME = "/tmp/home"
+HOME = "/home/agent"
 _TOOL = "/tmp/env-tool"
 _LIMITS = ("turn_limit", "token_limit", "context_length_exceeded", "session_ended")
 _MISSING = 'for name in "$@"; do command -v "$name" > /dev/null || echo "$name"; done'
 _GRACE_S = 1.0  # what is left of the deadline when the program is ended, to read how it did
-_LOG_BYTES = 16_384
+_LOG_BYTES, _LOG_LINES = 16_384, 120
+_LONGEST = (1 << 17) - 1
+"""Bytes of one argument (MAX_ARG_STRLEN, execve(2))."""
 
 
 class ProgramHarness:
@@ -36,6 +41,8 @@ class ProgramHarness:
 
     name: ClassVar[str]
     description: ClassVar[Description]
+    folder: ClassVar[Path]
+    """Where its description is; what that names is relative to it."""
     config_class: ClassVar[type[Config]]
 
     def __init__(self, config: Config | None = None) -> None:
@@ -49,8 +56,9 @@ class ProgramHarness:
         )
 
     def prepare(self) -> None:
-        """Have the program on this host. HarnessError when it cannot be installed."""
-        self.installed = install(self.name, self.description, tell=print)
+        """Have the program on this host; blocks. HarnessError when it cannot be installed."""
+        if self.installed is None:
+            self.installed = install(self.name, self.description, self.folder, tell=_say)
 
     def machine(self, spec: SandboxSpec | None, capabilities: Capabilities | None) -> SandboxSpec:
         """The task's sandbox with the program in it and room for it; one of its own where the task has none."""
@@ -77,7 +85,11 @@ class ProgramHarness:
         env = {"HOME": HOME, "TERM": "dumb", "NO_COLOR": "1", **launch.env}
         for command in (["mkdir", "-p", HOME], *launch.first):
             done = await context.sandbox.exec(list(command), env=env, timeout_s=self._left(context))
-            self._tell(context, command, done)
+            if done.exit_code != 0:
+                self._tell(context, command, done)
+                said = f"{' '.join(command)[:200]}: {done.text[-500:].strip()}"
+                raise SandboxError(f"{self.description.title} cannot begin: {said}")
+        _refuse_what_is_too_long(self.description.title, launch)
         done = await context.sandbox.exec(
             list(launch.command),
             env=env,
@@ -114,13 +126,15 @@ class ProgramHarness:
 
     async def _commands(self, context: AgentContext, sandbox: Sandbox, url: str) -> str:
         """For a program that has no MCP: the environment's tools as a command of the sandbox, and how it is told."""
-        script = _SCRIPT.replace("URL", url).replace("KEY", context.endpoint.api_key)
+        script = Template(_SCRIPT).substitute(url=url, key=context.endpoint.api_key)
         await sandbox.write(_TOOL, script.encode())
         await sandbox.exec(["chmod", "755", _TOOL])
-        lines = [f"\n\nYou act by running a command in the shell: {_TOOL} NAME ARGUMENTS, with the arguments as JSON."]
+        lines = [f"\n\nYou act by running a command in the shell: {_TOOL} NAME '{{\"ARGUMENT\": VALUE}}'. Names are:"]
         for tool in context.tools.tools:
             told = tool["function"]
-            lines.append(f"- {told['name']}: {told.get('description', '')} Parameters: {told.get('parameters', {})}")
+            lines.append(
+                f"- {told['name']}: {told.get('description', '')} Parameters: {json.dumps(told.get('parameters', {}))}"
+            )
         return "\n".join(lines)
 
     async def _has_what_it_needs(self, sandbox: Sandbox) -> None:
@@ -140,12 +154,14 @@ class ProgramHarness:
         if done.outcome == "timeout":
             raise TimeoutError
         progress = context.progress()
-        if progress.refusal:
+        if not (progress.open_calls or not self.description.calls_tools or not progress.turns):
+            return  # the model's last word was said
+        if progress.refusal in _LIMITS or (progress.refusal and done.exit_code != 0):
             reason = progress.refusal if progress.refusal in _LIMITS else "bad_request"
             raise HarnessError(f"its last request was refused: {progress.refusal}", reason=reason)
         if done.outcome == "oom":
             raise HarnessError(f"{self.description.title} ran out of memory", reason="out_of_memory")
-        if done.exit_code != 0 and (progress.open_calls or not progress.turns):
+        if done.exit_code != 0:
             said = done.text[-1500:].strip()
             raise HarnessError(f"it ended with {done.exit_code} in the middle of its work: {said}")
 
@@ -165,17 +181,31 @@ class ProgramHarness:
     @staticmethod
     def _tell(context: AgentContext, command: Any, done: ExecResult) -> None:
         context.log(f"$ {shlex.join(command)[:500]}: {done.outcome} {done.exit_code} after {done.duration_s:.1f} s")
-        for line in done.text.splitlines():
+        for line in done.text.splitlines()[-_LOG_LINES:]:  # how it ended stands last
             context.log(line)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def _refuse_what_is_too_long(title: str, launch: Launch) -> None:
+    longest = max(len(word.encode("utf-8", "replace")) for word in launch.command)
+    if longest > _LONGEST:
+        told = f"has {longest} bytes: Linux allows {_LONGEST}"
+        raise HarnessError(f"{title} takes its prompt as an argument, and this one {told}")
 
 
 _SCRIPT = """#!/usr/bin/env python3
 import json, sys, urllib.request
-arguments = json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
+try:
+    arguments = json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
+except ValueError as error:
+    sys.exit("the arguments are not valid JSON (%s); write them as '{\\"NAME\\": VALUE}'" % error)
 call = {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {"name": sys.argv[1], "arguments": arguments}}
 headers = {"Content-Type": "application/json", "Accept": "application/json, text/event-stream"}
-headers["Authorization"] = "Bearer KEY"
-request = urllib.request.Request("URL", json.dumps(call).encode(), headers)
+headers["Authorization"] = "Bearer $key"
+request = urllib.request.Request("$url", json.dumps(call).encode(), headers)
 told = json.load(urllib.request.urlopen(request))
 result = told.get("result") or {"content": [{"text": told["error"]["message"]}], "isError": True}
 print("\\n".join(part.get("text", "") for part in result["content"]))
@@ -194,7 +224,13 @@ def told_of(messages: tuple[Message, ...] | list[Message]) -> tuple[str, str]:
             texts["system"].append(text)
         else:
             texts["user"].append(text if alone else f"{role}: {text}")
-    return "\n\n".join(texts["system"]), "\n\n".join(texts["user"])
+    system, task = ("\n\n".join(texts[kind]).replace("\0", "") for kind in ("system", "user"))
+    return _sendable(system), _sendable(task)
+
+
+def _sendable(text: str) -> str:
+    """Without halves of surrogate pairs, which no file or argument can hold."""
+    return text.encode("utf-8", "replace").decode()
 
 
 BUILT_IN = Path(__file__).parent / "programs"
@@ -210,6 +246,7 @@ def program_class(path: Path) -> type[ProgramHarness]:
         base = import_target(f"harness {name!r}", description.plugin)
         if not (isinstance(base, type) and issubclass(base, ProgramHarness)):
             raise ConfigError(f"{path}: plugin {description.plugin!r} is no subclass of ProgramHarness")
-    facts = {"name": name, "description": description, "config_class": settings_class(name, description)}
+    facts = {"name": name, "description": description, "folder": path.absolute().parent}
+    facts["config_class"] = settings_class(name, description)
     made: type[ProgramHarness] = type(base.__name__, (base,), facts)
     return made

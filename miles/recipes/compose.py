@@ -13,8 +13,7 @@ from typing import Any
 from miles.envs.base import Taskset
 from miles.envs.hub.manage import open_env, tasks_of
 from miles.errors import ConfigError, MilesError, SandboxError
-from miles.harnesses.base import as_harness
-from miles.recipes.agents import generate_for
+from miles.recipes.agents import generate_for, make_harness
 from miles.recipes.config import RunConfig
 from miles.recipes.gguf import convert, find
 from miles.recipes.placement import place, what_is_missing
@@ -22,7 +21,7 @@ from miles.recipes.plots import plot_rewards
 from miles.recipes.running import Running, begun, ctrl_c, raise_file_limit, rescue, resumed
 from miles.recipes.teaching import taught
 from miles.recipes.tiny_model import describe, make_tiny_model
-from miles.registry import make_plugin, resolve
+from miles.registry import resolve
 from miles.rollout.engines.base import Engine
 from miles.rollout.engines.embedded import EmbeddedEngine
 from miles.rollout.engines.inprocess import InProcessEngine
@@ -95,7 +94,7 @@ def check_plugins(config: RunConfig) -> Taskset:
         if isinstance(generate, type) or not callable(generate):
             raise ConfigError(f"generation={config.generation} must name an `async def generate(context)`")
     elif config.harness.name:
-        as_harness(make_plugin("harnesses", config.harness.name, config.harness.settings))
+        make_harness(config.harness.name, config.harness.settings)
     taskset = open_env(config.env.name, config.env.settings, config.env.tasks, config.env.rewards or None)
     for split in ("train", config.eval.split):
         if not tasks_of(taskset, split):
@@ -106,7 +105,8 @@ def check_plugins(config: RunConfig) -> Taskset:
 def _check_models(config: RunConfig) -> None:
     for key, path in _model_keys(config).items():
         if path is not None and not (path / "config.json").is_file():
-            raise ConfigError(f"{key}={path} is not a model directory (no config.json)")
+            small = ", or try the recipe's small version: --smoke" if config.smoke else ""
+            raise ConfigError(f"{key}={path} is not a model directory (no config.json): name yours, {key}=DIR{small}")
     if config.model.path is not None:
         check_tokenizer(config.model.path)
     elif config.model.gguf is not None:
@@ -383,6 +383,8 @@ def _model(config: RunConfig, taskset: Taskset, folder: RunFolder) -> Path:
     if config.model.tiny is None:
         return directory
     examples = list(islice(taskset.demonstrations(0), 64))
+    if not examples and not config.train.warm_start.steps:
+        examples = [(({"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hello."}), ())]
     if not examples:
         raise ConfigError(f"model.tiny needs demonstrations, and env {taskset.name!r} has none: set model.path")
     messages, tools = max(examples, key=lambda example: len(example[0]))

@@ -224,7 +224,11 @@ def _must(holds: bool, text: str) -> None:
 def _ended(episode: Episode) -> str:
     outcome = episode.outcome
     detail = getattr(outcome, "detail", "") or "\n".join(episode.log[-12:])
-    return f"{outcome.kind} {getattr(outcome, 'reason', '')} {getattr(outcome, 'reward', '')}: {detail[-1500:]}"
+    hint = (
+        "" if episode.tree.turns[1:] else " [its model was asked once at most: does [trial] say how it calls a tool?]"
+    )
+    told = f"{outcome.kind} {getattr(outcome, 'reason', '')} {getattr(outcome, 'reward', '')}"
+    return f"{told}: {detail[-1500:]}{hint}"
 
 
 async def _solves(bench: Bench) -> str:
@@ -232,7 +236,9 @@ async def _solves(bench: Bench) -> str:
     episode = await bench.play(bench.solving())
     _must(episode.outcome == Scored(reward=1.0, parts={"checks": 1.0}), _ended(episode))
     lines = [episode.tree.line(turn.id) for turn in episode.tree.turns]
-    return f"{lines.count('main')} turns, {len(lines) - lines.count('main')} beside, {episode.timings['agent']:.1f} s"
+    beside, first = len(lines) - lines.count("main"), len(episode.tree.turns[0].prompt_ids)
+    counts = f"{lines.count('main')} turns, {beside} beside"
+    return f"{counts}, the first prompt {first:,} bytes, {episode.timings['agent']:.1f} s"
 
 
 def _runs_commands(bench: Bench) -> None:
@@ -278,6 +284,10 @@ def _sees_tools(harness: Harness) -> bool:
     return description is None or bool(description.takes_mcp)
 
 
+def _discarded(episode: Episode) -> bool:
+    return isinstance(episode.outcome, Discarded) and episode.outcome.reason == "engine"
+
+
 async def _stumbles(bench: Bench) -> str:
     """A model call that fails twice with a 5xx is asked again, and sampled once."""
 
@@ -286,6 +296,8 @@ async def _stumbles(bench: Bench) -> str:
             raise EngineError("the engine stumbled, as it was asked to")
 
     episode = await bench.play(bench.solving(before=before))
+    if _discarded(episode):
+        return "it does not ask again after a 5xx: every stumble of the engine discards an episode"
     _must(episode.outcome == Scored(reward=1.0, parts={"checks": 1.0}), _ended(episode))
     return "solved after two failures"
 
@@ -304,7 +316,7 @@ async def _waits(bench: Bench) -> str:
 async def _is_cut(bench: Bench) -> str:
     """An answer that breaks off in mid-stream is asked for again; what came of it is not trained."""
     episode = await bench.play(bench.solving(cut=[0]))
-    if episode.outcome.kind == "discarded" and getattr(episode.outcome, "reason", "") == "engine":
+    if _discarded(episode):
         return "it gives up, and the episode is discarded"
     _must(episode.outcome == Scored(reward=1.0, parts={"checks": 1.0}), _ended(episode))
     broken = [turn for turn in episode.tree.turns if turn.finish is Finish.ABORT]

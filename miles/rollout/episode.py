@@ -157,6 +157,8 @@ class GenerateContext:
         """The machine that the task asks for, as the harness wants it, or None."""
         spec = self.taskset.sandbox(self.task)
         if (machine := getattr(harness, "machine", None)) is not None:
+            if (prepare := getattr(harness, "prepare", None)) is not None:
+                await asyncio.to_thread(prepare)
             spec = machine(spec, self.pool.capabilities)
         if spec is None:
             yield None
@@ -172,6 +174,13 @@ class GenerateContext:
         context, most = self.server.room(session)
         base_url = self.server.base_url(session)
         return Endpoint(base_url=base_url, api_key=session.key, context=context, max_tokens=most)
+
+    def env(self, sandbox: Sandbox | None) -> Env:
+        """The environment of this episode; it may ask for more machines."""
+        env = self.taskset.env(self.task, sandbox)
+        if hasattr(env, "more_sandboxes"):
+            env.more_sandboxes = self.another
+        return env
 
     def another(self, spec: SandboxSpec) -> contextlib.AbstractAsyncContextManager[Sandbox]:
         """A second machine of this episode, as for a verifier that the agent has never seen."""
@@ -322,9 +331,7 @@ class AgentGenerate:
 
     async def __call__(self, context: GenerateContext) -> Episode:
         async with context.sandbox(self.harness) as sandbox:
-            env = context.taskset.env(context.task, sandbox)
-            if hasattr(env, "more_sandboxes"):
-                env.more_sandboxes = context.another
+            env = context.env(sandbox)
             try:
                 observation = await self.reset(context, env)
                 async with context.session(self.harness) as session:

@@ -1,11 +1,13 @@
 """A third party's program: the harness.toml of docs/harnesses.md, installed from a wheel, played in a sandbox."""
 
+import asyncio
 import re
 import zipfile
 from pathlib import Path
 
 import pytest
 
+from miles.cli.main import main
 from miles.config import build
 from miles.errors import ConfigError, HarnessError
 from miles.harnesses.base import SessionNeeds
@@ -85,7 +87,9 @@ async def test_it_is_installed_once_and_plays(described):
     assert [entry["status"] for entry in report] == ["ok"] * 3, shown
     assert (found.extended, found.causes) == (4, {})
     name, description = described.parent.name, describe(described)
-    assert install(name, description, tell=pytest.fail) == installed(name, description)
+    assert install(name, description, described.parent, tell=pytest.fail) == installed(
+        name, description, described.parent
+    )
 
 
 async def test_its_settings_reach_it_and_its_end_is_judged_by_the_records(described):
@@ -104,8 +108,8 @@ def test_another_version_than_the_described_one_is_refused_and_leaves_nothing(de
     description = describe(described)
     other = description.model_copy(update={"version": "0.4.0"})
     with pytest.raises(HarnessError, match=r"Loop 0\.4\.0 was asked for, and .* says 'loop-agent 0\.3\.1'"):
-        install("loop", other, tell=lambda text: None)
-    assert installed("loop", other) is None
+        install("loop", other, described.parent, tell=lambda text: None)
+    assert installed("loop", other, described.parent) is None
     assert [path.name for path in (tmp_path / "harnesses").iterdir() if path.is_dir()] == []
 
 
@@ -114,7 +118,7 @@ def test_a_package_that_is_not_there_is_told(described, tmp_path, monkeypatch):
     description = describe(described)
     none = description.install.model_copy(update={"pip": (f"loop-agent @ file://{tmp_path}/none.whl",)})
     with pytest.raises(HarnessError, match="Loop cannot be installed"):
-        install("loop", description.model_copy(update={"install": none}), tell=lambda text: None)
+        install("loop", description.model_copy(update={"install": none}), tmp_path, tell=lambda text: None)
 
 
 def write(tmp_path, text):
@@ -154,3 +158,55 @@ def test_values_are_filled_in_quoted_and_missed(tmp_path):
     with pytest.raises(ConfigError, match=r"names 'prompt'; a value is one of fast, home"):
         made.description.launch({"home": "/h", "fast": False})
     assert made(build(made.config_class, {"fast": True})).needs == SessionNeeds(wishes="record")
+
+
+def test_a_folder_is_a_program_and_is_installed_anew_when_it_changes(tmp_path):
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "agent.py").write_text(AGENT)
+    text = 'title = "F"\nversion = "1"\ndialect = "chat"\n[install]\nfolder = "src"\n'
+    text += '[run]\ncommand = ["python3", "$root/agent.py"]\nstdin = "$prompt"\n'
+    text += 'env = { LOOP_URL = "$base_url", LOOP_KEY = "$api_key" }\n'
+    text += '[trial]\ntool = "shell"\narguments = { command = "$command" }\n'
+    path = write(tmp_path, text)
+    report, _ = asyncio.run(
+        check_harness(str(path), {}, only=["an agent that does nothing scores nothing"], tell=print)
+    )
+    assert [entry["status"] for entry in report] == ["ok", "ok"]
+    first = install("f", describe(path), tmp_path, tell=print)
+    (tmp_path / "src" / "agent.py").write_text(f"{AGENT}\n# changed")
+    assert install("f", describe(path), tmp_path, tell=print).folder != first.folder
+
+
+def test_a_recipe_takes_it_by_its_path(described, tmp_path, capsys):
+    words = ["launch", "terminal-claude-code", "--smoke", "--dry-run", f"harness.name={described}"]
+    assert main([*words, "harness.settings={max_turns=3}", f"run.root={tmp_path}"]) == 0
+    assert f'name = "{described}"' in capsys.readouterr().out
+    assert main([*words, "harness.settings={turns=3}"]) == 2
+    assert "unknown key 'turns'; nearest: max_turns" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ('[run.env]\nA = "$promt"', "names 'promt'; a value is one of"),
+        ('[run.env]\nA = "costs $5"', "Invalid placeholder"),
+        ("[when.mcpurl]\n", "when.mcpurl is no value; there are:"),
+        ("[unless.sytem]\n", "unless.sytem is no value"),
+        ('[settings.prompt]\ndefault = ""\nhelp = "x"', "settings.prompt: this name is taken"),
+        ('[settings.model_dump]\ndefault = ""\nhelp = "x"', "settings.model_dump: this name is taken"),
+        ('[session]\ncanonicalisers = ["sort"]', "unknown canonicaliser 'sort'"),
+    ],
+)
+def test_mistakes_are_found_when_the_file_is_read(tmp_path, more, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        describe(write(tmp_path, f"{LEAST}{more}\n"))
+
+
+def test_packages_need_a_check_and_versions_are_compared_whole(tmp_path):
+    with pytest.raises(ConfigError, match=r"install\.check: say which command tells the version"):
+        describe(write(tmp_path, LEAST.replace('check = ["true"]', 'pip = ["x==1"]')))
+    path = write(
+        tmp_path, LEAST.replace('version = "1"', 'version = "1.2"').replace('["true"]', '["echo", "T 11.2.7"]')
+    )
+    with pytest.raises(HarnessError, match=r"T 1\.2 was asked for"):
+        install("t", describe(path), tmp_path, tell=print)

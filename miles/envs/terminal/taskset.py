@@ -1,14 +1,18 @@
 """`terminal`: small real tasks in a Linux terminal, from easy to hard: files, text, git, bugs in Python.
 
-A task is one file in `tasks/`: what the agent is told, the files and the set-up it finds, a solution, and checks. The
-checks come into the sandbox when every process of the agent has ended, on the standard input of an isolated Python, and
-answer with a word that the agent has never seen. Reward 1 when all of them hold.
+A task is one file in `tasks/`: what the agent is told, the files and the set-up it finds, a solution, and checks. When
+every process of the agent has ended, its work folder is copied into a fresh machine and checked there, by a Python that
+it never had: what it did to the one it worked on, programs included, changes nothing. The checks come on that Python's
+standard input and answer with a secret word, which the agent's programs that they run cannot read. Reward 1 when all of
+them hold.
 """
 
+import contextlib
 import json
 import random
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import cycle
 from pathlib import Path
@@ -28,27 +32,43 @@ __all__ = ["TerminalConfig", "TerminalTaskset"]
 Level = Literal["easy", "medium", "hard"]
 _HERE = Path(__file__).parent
 _LEVELS = {"easy": 0, "medium": 1, "hard": 2}
+_MOST = 1 << 28
 _TEST_EVERY = 4  # each kind and level is in both splits
 
 _CHECKER = '''
-import os, subprocess, sys
+import ctypes, os, signal, subprocess, sys
+ctypes.CDLL(None).prctl(4, 0)  # PR_SET_DUMPABLE: what it runs cannot look into it
+os.environ["GIT_NO_REPLACE_OBJECTS"] = "1"
+def late(*_):
+    raise TimeoutError("the checks took too long")
+signal.signal(signal.SIGALRM, late)
+signal.alarm(40)
 passed, failed = 0, []
 def check(name, holds):
     global passed
     passed += bool(holds)
     failed.extend([] if holds else [name])
-def run(command, stdin="", limit=20):
+def done(command, stdin, limit):
+    return subprocess.run(command, shell=True, input=stdin, capture_output=True, text=True, timeout=limit)
+def run(command, stdin="", limit=6):
     """Output of a shell command; what it does wrong is no output."""
     try:
-        done = subprocess.run(command, shell=True, input=stdin, capture_output=True, text=True, timeout=limit)
-        return done.stdout if done.returncode == 0 else "FAILED " + str(done.returncode)
+        told = done(command, stdin, limit)
+        return told.stdout if told.returncode == 0 else "FAILED " + str(told.returncode)
     except (subprocess.TimeoutExpired, UnicodeDecodeError) as error:
         return "FAILED " + type(error).__name__
-def text(path):
+def code(command, limit=6):
     try:
-        return open(path).read()
-    except (OSError, UnicodeDecodeError):
-        return ""
+        return done(command, "", limit).returncode
+    except (subprocess.TimeoutExpired, UnicodeDecodeError):
+        return None
+def raw(path):
+    try:
+        return open(path, "rb").read()
+    except OSError:
+        return b""
+def text(path):
+    return raw(path).decode(errors="replace").replace("\\r\\n", "\\n")
 try:
     exec(compile(CHECKS, "checks", "exec"))
 except Exception as error:
@@ -84,8 +104,9 @@ class TerminalConfig(Config):
     """How hard."""
     kinds: tuple[Literal["files", "text", "git", "python"], ...] = ("files", "text", "git", "python")
     """What about."""
-    image: Path | None = None
-    """A folder with a Dockerfile, where the provider builds images; None: the sandbox's own."""
+    image: Literal["sandbox", "built-in"] = "sandbox"
+    """Where they are played: in the sandbox's own image (`local`: this host's programs), or in one that the provider
+    builds from the Dockerfile of this environment."""
 
 
 class TerminalTaskset(Taskset):
@@ -120,13 +141,13 @@ class TerminalTaskset(Taskset):
 
     def sandbox(self, task: Task) -> SandboxSpec:
         files = {f"/workspace/{path}": text.encode() for path, text in _all()[task.id].files.items()}
-        image = Image(dockerfile=self.config.image) if self.config.image is not None else None
+        image = Image(dockerfile=_HERE / "image") if self.config.image == "built-in" else None
         return SandboxSpec(files=files, image=image)
 
     def env(self, task: Task, sandbox: Sandbox | None) -> Env:
         if sandbox is None:
             raise EnvError("the terminal tasks need a sandbox")
-        return TerminalEnv(task, sandbox, _all()[task.id])
+        return TerminalEnv(task, sandbox, _all()[task.id], self.sandbox(task))
 
     def demonstrations(self, seed: int) -> Iterator[Demonstration]:
         """A shell that is given the solution at once."""
@@ -150,9 +171,13 @@ class TerminalTaskset(Taskset):
 class TerminalEnv(BaseEnv):
     """One task in its sandbox."""
 
-    def __init__(self, task: Task, sandbox: Sandbox, told: TerminalTask) -> None:
+    more_sandboxes: Callable[[SandboxSpec], contextlib.AbstractAsyncContextManager[Sandbox]]
+    """Set by whoever runs the episode."""
+
+    def __init__(self, task: Task, sandbox: Sandbox, told: TerminalTask, spec: SandboxSpec) -> None:
         super().__init__(task)
-        self._sandbox, self._told = sandbox, told
+        self._sandbox, self._told, self._spec = sandbox, told, spec
+        self.more_sandboxes = _none
 
     async def reset(self) -> Observation:
         if self._told.setup:
@@ -162,17 +187,31 @@ class TerminalEnv(BaseEnv):
         return await super().reset()
 
     async def score(self, transcript: Transcript) -> Score:
+        packed = await self._sandbox.exec(["tar", "-cf", "-", "."], timeout_s=30.0, max_output=_MOST)
+        if packed.exit_code != 0 or packed.truncated:  # it made what it was to leave unreadable, or filled the disk
+            return Score(reward=0.0, parts={"checks": 0.0})
+        async with self.more_sandboxes(replace(self._spec, files={})) as fresh:
+            unpacked = await fresh.exec(["tar", "-xpf", "-"], stdin=packed.stdout, timeout_s=30.0)
+            if unpacked.exit_code != 0:
+                raise EnvError(f"the work folder cannot be copied: {unpacked.text[-300:]}")
+            return await self._checked(fresh)
+
+    async def _checked(self, sandbox: Sandbox) -> Score:
         word = secrets.token_hex(16)
         source = f"CHECKS = {self._told.checks!r}\nWORD = {word!r}\n{_CHECKER}"
-        done = await self._sandbox.exec(["python3", "-I", "-"], stdin=source.encode(), timeout_s=120.0)
-        lines = done.stdout.decode(errors="replace").splitlines()
+        done = await sandbox.exec(["python3", "-I", "-S", "-"], stdin=source.encode(), timeout_s=50.0)
+        if done.exit_code == 127:
+            raise EnvError("the sandbox's image has no python3, which the checks need")
+        lines = done.stdout.decode(errors="replace").splitlines() if done.exit_code == 0 else []
         told = next((line.split(" ", 3) for line in reversed(lines) if line.startswith(f"{word} ")), None)
         if told is None:
-            if done.exit_code == 127:
-                raise EnvError("the sandbox has no python3, which the checks need")
             return Score(reward=0.0, parts={"checks": 0.0})
         passed, total = int(told[1]), int(told[2])
         return Score(reward=float(0 < total == passed), parts={"checks": passed / max(1, total)})
+
+
+def _none(spec: SandboxSpec) -> contextlib.AbstractAsyncContextManager[Sandbox]:
+    raise EnvError("this environment scores in a machine of its own: set env.more_sandboxes")
 
 
 @cache

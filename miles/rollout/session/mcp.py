@@ -81,5 +81,6 @@ async def _called(context: Context, params: types.CallToolRequestParams) -> type
     except (EnvError, SandboxError):  # the episode is discarded; the agent need not know why
         text = "the environment failed; the episode ends here"
         return types.CallToolResult(content=[types.TextContent(text=text)], is_error=True)
+    text = text.encode("utf-8", "replace").decode()  # halves of surrogate pairs cannot be sent
     over = "\n[The episode is over.]" if tools.over and "episode is over" not in text else ""
     return types.CallToolResult(content=[types.TextContent(text=text + over)])

@@ -8,6 +8,7 @@ Routes, per session, nothing else: `/s/{id}/v1/chat/completions`, `…/responses
 import asyncio
 import contextlib
 import hmac
+import importlib
 import json
 import logging
 import time
@@ -183,8 +184,10 @@ class SessionServer:
         """The tools of the session's environment; a session without any offers an empty list."""
         session = self._find(request)
         if self._mcp_server is None:  # the library takes a second to import, and few runs need it
+            await asyncio.to_thread(importlib.import_module, "miles.rollout.session.mcp")
             from miles.rollout.session.mcp import McpServer
 
+        if self._mcp_server is None:  # nor has another request been faster
             self._mcp_server = McpServer()
             self._serving.push_async_callback(self._mcp_server.close)
         return partial(self._mcp_server.answer, session.tools)

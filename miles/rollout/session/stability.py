@@ -72,17 +72,31 @@ def _cause(tree: Tree, turn: Turn) -> str:
     """What this turn says otherwise than the turn before it in its conversation."""
     if turn.edge is Edge.RETRY:
         return "the same request again"
-    line = tree.line(turn.id)
-    before = next((t for t in reversed(tree.turns[: turn.id]) if tree.line(t.id) == line), None)
+    before = _turn_before(tree, turn)
     if before is None:
         return "a conversation of its own"
     was, now = _said(tree, before), _said(tree, turn)[:-1]
     for place, (old, new) in enumerate(zip(was, now, strict=False)):
         if (told := _difference(old, new)) is not None:
+            if new not in was and old in now[place + 1 :]:
+                told = f"a {new.get('role')} message was put in"
             return told if old.get("role") == "system" else f"{told} (message {place})"
     if len(now) < len(was):
         return f"the last {len(was) - len(now)} messages were dropped"
     return "the tools changed" if turn.parent is None else "the template cannot extend this answer"
+
+
+def _turn_before(tree: Tree, turn: Turn) -> Turn | None:
+    """The newest turn of the same conversation: one with the same beginning, where the turn has one; else one of the
+    same line, asked by the same agent."""
+    root = tree.path(turn.id)[0].id
+    line, agent = tree.line(turn.id), turn.wire.get("agent")
+    for earlier in reversed(tree.turns[: turn.id]):
+        if turn.parent is not None and tree.path(earlier.id)[0].id == root:
+            return earlier
+        if turn.parent is None and tree.line(earlier.id) == line and earlier.wire.get("agent") == agent:
+            return earlier
+    return None
 
 
 def _said(tree: Tree, turn: Turn) -> list[Message]:
@@ -97,7 +111,8 @@ def _difference(old: Message, new: Message) -> str | None:
         return "tool calls were rewritten"
     before, after = text_of(old.get("content")), text_of(new.get("content"))
     if before == after:
-        return None
+        thought, kept = (message.get("reasoning_content") or "" for message in (old, new))
+        return None if thought == kept else "reasoning was left out" if not kept else "reasoning was rewritten"
     at = next((n for n, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), min(len(before), len(after)))
     start = max(0, at - _SHOWN // 2)
     return f"{role} text changed: {before[start : at + _SHOWN]!r} became {after[start : at + _SHOWN]!r}"

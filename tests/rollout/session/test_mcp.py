@@ -105,21 +105,40 @@ async def test_a_session_without_an_environment_offers_nothing(serve, engine_of,
         assert (gone.status_code, gone.json()["error"]["code"]) == (400, "session_ended")
 
 
-async def test_a_step_in_flight_is_waited_for_at_the_end_and_none_comes_after(open_tools, http):
-    going, may_end = asyncio.Event(), asyncio.Event()
+async def stepping(open_tools, http):
+    """(Session, URL, the call in flight, what ends its step, whether it was cancelled)."""
+    going, may_end, cancelled = asyncio.Event(), asyncio.Event(), []
 
     class Slow(BaseEnv):
         async def step(self, action):
             going.set()
-            await may_end.wait()
+            try:
+                await may_end.wait()
+            except asyncio.CancelledError:
+                cancelled.append(action)
+                raise
             return Step(observation="done")
 
     session, url = await open_tools(Slow(GuessNumberTaskset().task("train", 30)))
-    first = asyncio.create_task(told(http, url, session, call(action="1")))
+    first = asyncio.create_task(post(http, url, session, call(action="1")))
     await going.wait()
+    return session, url, first, may_end, cancelled
+
+
+async def test_a_step_in_flight_is_waited_for_at_the_end_and_none_comes_after(open_tools, http):
+    session, url, first, may_end, cancelled = await stepping(open_tools, http)
+    closing = asyncio.create_task(session.tools.close(5))
+    await asyncio.sleep(0)
+    may_end.set()
+    await closing
+    assert (await first).json()["result"]["content"][0]["text"] == "done"
+    assert (await told(http, url, session, call(action="2")))[0].startswith("The agent's time is over")
+    assert cancelled == []
+
+
+async def test_a_step_that_does_not_end_in_time_does_not_outlive_the_episode(open_tools, http):
+    session, _, first, _, cancelled = await stepping(open_tools, http)
     with pytest.raises(TimeoutError):
         await session.tools.close(0.05)
-    may_end.set()
-    await session.tools.close(5)
-    assert await first == ("done", False)
-    assert (await told(http, url, session, call(action="2")))[0].startswith("The agent's time is over")
+    await first
+    assert cancelled == ["1"]

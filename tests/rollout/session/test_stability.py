@@ -38,6 +38,12 @@ async def test_dropped_messages_and_rewritten_answers(client_of):
     assert any(cause.startswith("user stands where assistant stood (message 1)") for cause in found.causes)
 
 
+async def test_a_message_that_is_put_in_and_reasoning_that_is_left_out(client_of):
+    note = {"role": "user", "content": "a reminder"}
+    found = await causes(client_of, [USER], [note, USER, 0, MORE])
+    assert found.causes == {"a user message was put in (message 0)": 1}
+
+
 def test_no_turns():
     assert stability([]) == Stability(turns=0, extended=0, prompt_tokens=0, new_tokens=0)
     assert stability([]).reused == 0.0
