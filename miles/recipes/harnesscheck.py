@@ -342,7 +342,8 @@ async def _is_ended(bench: Bench) -> str:
     """At the deadline the program and all that it started is ended, and what it did is scored as it stands."""
     _runs_commands(bench)
     config = EpisodeConfig(wall_s=60.0, agent_s=bench.episodes[0].timings["agent"] + 6.0, turns=64, tokens=1 << 18)
-    episode = await bench.play(bench.player({"run": "python3 -c 'import time; time.sleep(300)'"}), config=config)
+    busy: list[Reply] = [{"run": "python3 -c 'import time; time.sleep(300)'"}] * 50  # not every program waits for it
+    episode = await bench.play(bench.player(*busy), config=config)
     _must(isinstance(episode.outcome, Scored | Faulted), _ended(episode))
     took = episode.timings["agent"]
     _must(config.agent_s - 3.0 < took < config.agent_s + 5.0, f"it ended after {took:.1f} s of {config.agent_s:.1f}")

@@ -133,7 +133,8 @@ def _extract(tarball: Path, partial: Path) -> dict[str, str]:
             if "manifest.json" not in names and "./manifest.json" not in names:
                 _untar(tarball, partial / "root")
                 return {}
-            archive.extractall(partial / "image", filter="data")
+        (partial / "image").mkdir()
+        _untar(tarball, partial / "image")
         manifest = json.loads((partial / "image" / "manifest.json").read_text())[0]
         for layer in manifest["Layers"]:
             _layer(partial / "image" / layer, partial / "root")
