@@ -5,6 +5,7 @@ import contextlib
 import json
 import math
 import random
+import shutil
 import statistics
 import time
 import traceback
@@ -96,6 +97,7 @@ async def evaluate(config: EvaluateConfig, tell: Tell, folder: RunFolder | None 
         tasks = tasks_of(taskset, config.split)[: config.tasks]
         if not tasks:
             raise ConfigError(f"env {config.env.name!r} has no tasks in split {config.split!r}")
+        new = folder is None
         if folder is None:
             folder = RunFolder.create(config.root, config.env.name.replace(":", "-").replace("/", "-"))
         else:
@@ -107,9 +109,14 @@ async def evaluate(config: EvaluateConfig, tell: Tell, folder: RunFolder | None 
         kept = [done[task.id, n] for task, n in wanted if (task.id, n) in done]
         began = time.monotonic()
         if missing:
-            with folder.locked():
-                async with playing(config, taskset, folder.logs) as runner:
-                    kept += await _play(config, runner, missing, len(wanted), len(kept), folder, tell)
+            try:
+                with folder.locked():
+                    async with playing(config, taskset, folder.logs) as runner:
+                        kept += await _play(config, runner, missing, len(wanted), len(kept), folder, tell)
+            except BaseException:
+                if new and not any(folder.episodes("episodes")):
+                    shutil.rmtree(folder.path, ignore_errors=True)  # nothing was played: nothing to go on with
+                raise
     finally:
         await taskset.close()
     summary = summarise(kept, config.attempts, config.solved_at)

@@ -129,15 +129,19 @@ async def test_replies_are_chosen_by_what_the_prompt_says(tmp_path):
         ),
     ],
 )
-def test_what_is_missing_is_told(capsys, words, error):
+def test_what_is_missing_is_told_and_leaves_nothing(capsys, words, error, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     assert main(words) == 2
     assert error in capsys.readouterr().err
+    assert list(tmp_path.glob("evals/*")) == []
 
 
 @pytest.mark.parametrize("script", ['[{"x": 1}]', "[1]", '"text"', '{"*": "text"}', "[", "{}x"])
-def test_a_script_that_is_none_is_told(capsys, tmp_path, script):
+def test_a_script_that_is_none_is_told(capsys, tmp_path, script, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "s.json").write_text(script)
     assert main(["eval", "guess-number", "--model", f"scripted:{tmp_path / 's.json'}"]) == 2
+    assert list(tmp_path.glob("evals/*")) == []
     assert re.search("is no reply|must hold a list|is not valid JSON", capsys.readouterr().err)
 
 
