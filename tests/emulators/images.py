@@ -46,6 +46,18 @@ def python_root(folder: Path) -> Path:
     return folder
 
 
+def add_program(folder: Path, program: Path | str, place: str = "") -> Path:
+    """A program of this machine, and what it is linked with, into a root file system; `place`: where, else nowhere."""
+    linked = subprocess.run(["ldd", program], capture_output=True, text=True, check=True).stdout
+    wanted = {word: word for word in linked.split() if word.startswith("/")}
+    for source, inside in (wanted | ({str(program): place} if place else {})).items():
+        target = folder / inside.lstrip("/")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if not target.exists():
+            shutil.copy(os.path.realpath(source), target)
+    return folder
+
+
 def dockerfile(folder: Path, root: Path) -> Path:
     """A folder that builds an image of a root file system."""
     folder.mkdir(parents=True, exist_ok=True)
