@@ -61,6 +61,7 @@ async def test_where_no_folder_can_be_shown_the_program_is_exported_into_the_ima
     assert episode.outcome == SOLVED, episode.log[-20:]
     with pytest.raises(ConfigError, match="is there already"):
         export(program.installed, whole)
+    shutil.rmtree(whole)  # 400 MB
 
 
 @pytest.mark.docker
