@@ -193,6 +193,7 @@ def test_algorithms_run_in_whole_runs_and_resume(tmp_path, settings, metrics, fo
     assert (folder.path / "warmed" / "model.safetensors").exists() == follows
 
 
+@pytest.mark.slow
 def test_a_recipe_may_name_its_own_rollout_layer(tmp_path):
     folder = launched(tmp_path, "rollout.name=tests.recipes.test_compose:TwoGroups", "train.warm_start.steps=0")
     assert [step["groups"] for step in folder.metrics("step")][1] == ["train/2", "train/3"]

@@ -134,6 +134,7 @@ async def test_a_resumed_run_goes_on_bit_by_bit(model, tmp_path, optim):
         assert await steps(trainer, [2, 3]) == expected
 
 
+@pytest.mark.slow
 async def test_checkpoints_move_between_numbers_of_ranks(model, tmp_path):
     """One rank saves, two ranks go on and save, one rank goes on: as if nothing had happened."""
 

@@ -40,6 +40,7 @@ async def test_generate_stream_cancel_and_publish(engine, model):
     assert (await engine.generate(request())).versions == (5,) * 8
 
 
+@pytest.mark.slow
 async def test_a_killed_engine_comes_back_at_the_published_version_once(engine, model):
     await engine.load(Weights(version=3, directory=model))
     running = [asyncio.create_task(engine.generate(request(f"r{n}", 300))) for n in range(4)]

@@ -10,7 +10,7 @@ from miles.rollout.session.server import SessionServer
 from miles.types import Limits
 
 
-@pytest.mark.parametrize("examples", [15, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [5, pytest.param(60, marks=pytest.mark.slow)])
 def test_no_request_makes_the_server_fail(rendering, examples):
     ids = rendering.encode("answer 42<|im_end|>")
     server = SessionServer(ScriptedEngine(lambda request: ids, context_length=2048), rendering)
