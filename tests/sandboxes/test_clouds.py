@@ -48,7 +48,7 @@ async def test_e2b_agentenv_and_daytona_keep_the_contract():
             return report
 
     for report in await asyncio.gather(*map(one, ("e2b", "agentenv", "daytona"))):
-        assert set(CHECKS) - kept(report) - {"time to live"} == {"users"}
+        assert set(CHECKS) - kept(report) - {"time to live"} == {"users", "mounts"}
 
 
 @pytest.mark.parametrize("generation", ["1", "0"], ids=["V2", "V1"])
@@ -67,7 +67,8 @@ async def test_modal_keeps_the_contract_with_both_generations_of_its_machines(ge
         told = json.loads((await child.communicate())[0])
     assert [found for found in told["checks"] if found["status"] == "failed"] == []
     assert (child.returncode, told["failed"]) == (0, 0)
-    assert sum(found["status"] == "ok" for found in told["checks"]) == len(CHECKS) - 1
+    left_out = {found["name"] for found in told["checks"] if found["status"] != "ok"}
+    assert left_out == {"users", "mounts"}  # a cloud cannot show folders of this host
 
 
 @pytest.mark.parametrize("name", ["e2b", "daytona"])
