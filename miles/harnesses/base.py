@@ -12,6 +12,7 @@ from miles.sandboxes.base import Sandbox
 from miles.types import Env, Observation, Task, ToolSpec
 
 __all__ = [
+    "LIMITS",
     "AgentContext",
     "Endpoint",
     "EnvTools",
@@ -21,6 +22,10 @@ __all__ = [
     "SessionNeeds",
     "as_harness",
 ]
+
+
+LIMITS = ("turn_limit", "token_limit", "context_length_exceeded")
+"""Refusals of the session that are an episode's own bounds; any other is a bad request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

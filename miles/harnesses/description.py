@@ -1,6 +1,6 @@
 """What a program is, as a file says it: `harness.toml`. Texts in it may name values as `$prompt` or `${prompt_json}`.
 
-The values are those of `values_of` and the program's own settings; `NAME_json` is the value as JSON, for files that
+The values are those of `VALUES` and the program's own settings; `NAME_json` is the value as JSON, for files that
 quote it. A table `[when.NAME]` adds to the run where the value is there (not empty, not false), `[unless.NAME]` where
 it is not.
 """

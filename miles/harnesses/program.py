@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from miles.config import Config
 from miles.errors import ConfigError, HarnessError, SandboxError
-from miles.harnesses.base import AgentContext, SessionNeeds
+from miles.harnesses.base import LIMITS, AgentContext, SessionNeeds
 from miles.harnesses.description import Description, Launch, describe, settings_class
 from miles.harnesses.install import Installed, install
 from miles.registry import import_target
@@ -28,7 +28,6 @@ __all__ = ["BUILT_IN", "ProgramHarness", "program_class"]
 
 HOME = "/home/agent"
 _TOOL = "/tmp/env-tool"
-_LIMITS = ("turn_limit", "token_limit", "context_length_exceeded", "session_ended")
 _MISSING = 'for name in "$@"; do command -v "$name" > /dev/null || echo "$name"; done'
 _GRACE_S = 1.0  # what is left of the deadline when the program is ended, to read how it did
 _LOG_BYTES, _LOG_LINES = 16_384, 120
@@ -156,8 +155,8 @@ class ProgramHarness:
         progress = context.progress()
         if not (progress.open_calls or not self.description.calls_tools or not progress.turns):
             return  # the model's last word was said
-        if progress.refusal in _LIMITS or (progress.refusal and done.exit_code != 0):
-            reason = progress.refusal if progress.refusal in _LIMITS else "bad_request"
+        if progress.refusal in LIMITS or (progress.refusal and done.exit_code != 0):
+            reason = progress.refusal if progress.refusal in LIMITS else "bad_request"
             raise HarnessError(f"its last request was refused: {progress.refusal}", reason=reason)
         if done.outcome == "oom":
             raise HarnessError(f"{self.description.title} ran out of memory", reason="out_of_memory")

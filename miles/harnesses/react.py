@@ -9,7 +9,7 @@ from pydantic import Field
 
 from miles.config import Config
 from miles.errors import EngineError, HarnessError
-from miles.harnesses.base import AgentContext
+from miles.harnesses.base import LIMITS, AgentContext
 from miles.http import Http, Reply, Unreachable
 from miles.sandboxes.shell import SHELL_TOOL, run_shell
 from miles.types import Message, ToolSpec
@@ -17,7 +17,6 @@ from miles.types import Message, ToolSpec
 __all__ = ["ReactConfig", "ReactHarness"]
 
 _RETRY_S = (0.5, 1.0, 2.0, 4.0)
-_LIMITS = ("turn_limit", "token_limit", "context_length_exceeded")
 
 
 class ReactConfig(Config):
@@ -78,7 +77,7 @@ class ReactHarness:
             await asyncio.sleep(pause_s)
         if failed[:1] == "4":
             reason = _code(reply)
-            raise HarnessError(failed, reason=reason if reason in _LIMITS else "bad_request")
+            raise HarnessError(failed, reason=reason if reason in LIMITS else "bad_request")
         raise EngineError(f"the model endpoint failed: {failed}")  # no answer, or a 5xx: not the policy's doing
 
     async def _post(self, context: AgentContext, body: dict[str, Any]) -> Reply:

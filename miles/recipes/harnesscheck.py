@@ -21,7 +21,7 @@ from miles.harnesses.base import Harness
 from miles.harnesses.description import Trial
 from miles.recipes.agents import make_harness
 from miles.recipes.tiny_model import tiny_rendering
-from miles.rollout.engines.scripted import ScriptedEngine
+from miles.rollout.engines.scripted import ScriptedEngine, scripted_logprobs
 from miles.rollout.episode import AgentGenerate, EpisodeConfig, EpisodeRunner, Job
 from miles.rollout.rendering.rendering import Rendering
 from miles.rollout.session.server import SessionConfig, SessionServer
@@ -113,12 +113,9 @@ class Player:
             return _call(name, {**reply["arguments"], **self.trial.env_arguments})
         return _call(reply["tool"], reply.get("arguments", {}))
 
-    def finish(self) -> Reply:
-        return self.trial.finish
-
 
 def _broken_off(ids: list[int]) -> Generated:
-    logprobs = tuple(-1.0 / (1 + place) for place in range(len(ids)))
+    logprobs = scripted_logprobs(len(ids))
     return Generated(output_ids=tuple(ids), logprobs=logprobs, versions=(0,) * len(ids), finish=Finish.ABORT)
 
 
@@ -212,8 +209,10 @@ def exact(tree: Tree, player: Player) -> None:
         prompt = (*ids, *turn.prompt_ids)
         answer = asked.get(prompt, ())[: len(turn.output_ids)]
         _must(answer == turn.output_ids, f"turn {turn.id} is not what was sampled")
-        places = tuple(-1.0 / (1 + place) for place in range(len(turn.output_ids)))
-        _must(turn.logprobs == places, f"turn {turn.id} has other logprobs than the engine gave")
+        _must(
+            turn.logprobs == scripted_logprobs(len(turn.output_ids)),
+            f"turn {turn.id} has other logprobs than the engine gave",
+        )
 
 
 def _must(holds: bool, text: str) -> None:

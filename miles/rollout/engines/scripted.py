@@ -7,10 +7,15 @@ from miles.errors import EngineError
 from miles.rollout.engines.base import OnTokens
 from miles.types import Finish, Generated, GenerateRequest, Weights, WeightVersion
 
-__all__ = ["Reply", "ScriptedEngine"]
+__all__ = ["Reply", "ScriptedEngine", "scripted_logprobs"]
 
 Reply = str | Sequence[int] | Generated | Exception
 Script = Sequence[Reply] | Callable[[GenerateRequest], Reply | Awaitable[Reply]]
+
+
+def scripted_logprobs(count: int) -> tuple[float, ...]:
+    """What the scripted engine says of `count` tokens: -1/(1+position), so that any two positions differ."""
+    return tuple(-1.0 / (1 + place) for place in range(count))
 
 
 class ScriptedEngine:
@@ -68,7 +73,7 @@ class ScriptedEngine:
         finish = Finish.STOP if len(ids) <= request.max_tokens else Finish.LENGTH
         ids = ids[: request.max_tokens]
         await _tell(ids, on_tokens)
-        logprobs = tuple(-1.0 / (1 + place) for place in range(len(ids)))
+        logprobs = scripted_logprobs(len(ids))
         return Generated(output_ids=tuple(ids), logprobs=logprobs, versions=(version,) * len(ids), finish=finish)
 
     async def _next(self, request: GenerateRequest) -> Reply:
